@@ -746,6 +746,19 @@ def test_kernels_are_compiled_for_all_whole_numbers_at_once() -> None:
     assert launched > 100
 
 
+def test_sweeps_are_walked_by_the_runtime() -> None:
+    """A kernel with a record is a head, a docstring and a call: no loop over tiles is generated."""
+    kernel = r"^def \w+\(\n    table, work,.*?    SWEEP: tl\.constexpr = .*?^\):\n(.*?)(?=^\S|\Z)"
+    head = re.compile(kernel, re.MULTILINE | re.DOTALL)
+    walked = 0
+    for path in sorted((ROOT / "generated").glob("*/*/triton_kernels.py")):
+        text = path.read_text(encoding="utf-8")
+        bodies = head.findall(text)
+        assert all(re.search(r"^    walk\w*\(", body, re.M) and " for " not in body for body in bodies), path
+        walked += len(bodies)
+    assert walked > 300
+
+
 def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
     """On disk a constant counts by its `cache_key`, or by its text: two sweeps that differ in anything have two."""
     from dataclasses import fields, replace

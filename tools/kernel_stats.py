@@ -589,16 +589,16 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
         yield from jobs_of(name, module, function, grad)
         return
     fn = getattr(module, function)
-    panel = re.search(r"64 rows of (\d+) columns", inspect.getsource(fn.fn))
+    panel = record(fn)["SWEEP"].panel() if "ROWS" in fn.arg_names else 0
     known = {"GRAD": getattr(tl, grad), "ROWS": 1, "ALIGNED": True, "TILES": 16, "LANES": 256}
-    constants = {a: known[a] for a in fn.arg_names if a in known}
+    constants = {a: known[a] for a in fn.arg_names if a in known} | record(fn)
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
-        width = int(panel[1]) if panel else 2048 if "LANES" in constants else 256
+        width = panel or (2048 if "LANES" in constants else 256)
         warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
         warps = max(warps * 32 // gpu.warp_size, 1)
         told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panel else {}
-        aligned, is_panel = ("table", "work"), panel is not None
+        aligned, is_panel = ("table", "work"), panel > 0
         yield Job(name, fn, signature, constants, width, warps, aligned, (target,), is_panel, told)
 
 

@@ -449,17 +449,6 @@ class Term:
         one, other = self.factors
         return [(self.name, one)] if one is other else [(self.name, one), (f"{self.name}_by", other)]
 
-    @property
-    def value(self) -> str:
-        """The operand, of these variables."""
-        return f"{self.name} * {self.parts[-1][0]}" if self.factors else self.name
-
-    def joined(self, total: str) -> str:
-        """The total and the operand as one."""
-        if self.factors:
-            return f"tl.fma({self.name}, {self.parts[-1][0]}, {total})"
-        return f"larger({total}, {self.name})" if self.is_max else f"{total} + {self.name}"
-
 
 def terms(schedule: Schedule) -> list[Term]:
     """The operands of the sweep's reductions, each once."""
@@ -496,20 +485,6 @@ def _printed_roots(schedule: Schedule) -> list[Node]:
 
 def _pointers(program: Program) -> list[str]:
     return [f"{b.name}_ptr" for b in program.touched if b.role != "partial"]
-
-
-def _comment(b: Buffer) -> str:
-    access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
-    dtype = "float" if b.role == "grad" else b.dtype.torch
-    if b.role == "partial":
-        return f"{dtype} [partial results]  {access}"
-    if b.dtype.packed:
-        return f"{b.dtype.bits}-bit codes [n]  {access}"
-    shape = f"[blocks of {b.space.size}]" if b.space.size else _SHAPES.get(b.space.name, "[n]")
-    return f"{dtype} {shape}  {access}"
-
-
-_SHAPES = {"row": "[rows]", "col": "[columns]", "mat": "[matrices]", "tensor": "[1]", "model": "[1]"}
 
 
 def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
@@ -622,11 +597,8 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 
 # What a kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
-    "walk SWEEP table work item row first numel columns at at_block blocks per_row block tile start lane where live "
-    "live_block origin count before number pair odd part end few few_blocks few_eights at_eight live_eight eight "
-    "eights matrices rows width height top left panel panels "
-    "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
-    "extent_columns extent_elements begin pace".split()
+    "walk walk_panels walk_any SWEEP table work item row rows columns first end axes indices at live at_mat lane "
+    "number start group extent_rows extent_columns extent_elements".split()
 )
 
 
@@ -681,8 +653,8 @@ def in_tuple(items: Sequence[str]) -> list[str]:
     return [f"({items[0]}", *items[1:-1], f"{items[-1]})"]
 
 
-def sweep(schedule: Schedule, table: Table, more: Sequence[str] = ()) -> list[str]:
-    """The record of a sweep, see optgen.runtime.triton_walk; `more` arguments of it."""
+def sweep(schedule: Schedule, table: Table, more: Sequence[str] = (), kind: str = "Sweep") -> list[str]:
+    """The record of a sweep, see optgen.runtime.triton_walk, with `more` arguments; `kind`: or "Panels"."""
     program = schedule.program
     read = {n.attr for n in postorder(program.roots()) if n.op == "key"}
     taken = [f'"{x}"' for x in ("step", "stream") if f"{x}_key" in read]
@@ -697,14 +669,16 @@ def sweep(schedule: Schedule, table: Table, more: Sequence[str] = ()) -> list[st
     given += [f"tables={as_tuple(numbers)}"] if numbers else []
     given += [f"extents={as_tuple(sizes)}"] if sizes else []
     found = terms(schedule)
-    sums = [f'("{t.kind}", {_results(t, table)})' for t in found]
+    spaces_of = [("row",), ("col",)] if kind == "Panels" else [("tensor", "model")]
+    sums = [f'("{t.kind}", {", ".join(_results(t, table, x) for x in spaces_of)})' for t in found]
     given += [f"sums={as_tuple(sums)}"] if sums else []
     given += ["strict=True"] if found and program.maths == "strict" else []
-    return wrapped("SWEEP: tl.constexpr = Sweep(", given, close="),")
+    return wrapped(f"SWEEP: tl.constexpr = {kind}(", given, close="),")
 
 
-def _results(t: Term, table: Table) -> str:
-    return as_tuple([str(table.columns[b.name]) for b in t.partials])
+def _results(t: Term, table: Table, of: Sequence[str]) -> str:
+    """The entries of a term's partial results of these spaces."""
+    return as_tuple([str(table.columns[b.name]) for b in t.partials if b.space.name in of])
 
 
 def _entry(b: Buffer, table: Table) -> str:
@@ -719,11 +693,6 @@ def _extents(program: Program) -> dict[str, int]:
     """The sizes of the logical tensor that the program computes with: their place behind those of where it lies."""
     wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
     return {x: k for k, x in enumerate(("rows", "columns", "elements")) if x in wanted}
-
-
-def further_on(b: Buffer, blocks: str, elements: str, eights: str) -> str:
-    """How many entries of a buffer that is: so many blocks, elements, eights of packed codes."""
-    return eights if b.dtype.packed else blocks if b.space.size else elements
 
 
 def is_packed(program: Program) -> bool:
@@ -743,31 +712,6 @@ def _max(t: Term) -> str:
 def folded(t: Term, x: str, strict: bool) -> str:
     """[r, n] -> [r]: what is left of each row of x; in strict maths in the order that every backend has."""
     return f"fold({x}{_max(t)})" if strict or t.is_max else f"tl.sum({x}, 1)"
-
-
-def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[str]:
-    """The addresses of a tensor's buffers, read from its row of the table."""
-    out = []
-    for b in program.touched:
-        dtype = "GRAD" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
-        pointer = f"{b.name}_ptr = pointer(row + {table.columns[b.name]}, {dtype}, {aligned})"
-        out.append(f"    {pointer:<64}  # {_comment(b)}")
-    for name in in_memory([program]):
-        out.append(f"    {name}_ptr = pointer(row + {table.numbers[name]}, tl.float32, True)")
-    return out
-
-
-def numbers(table: Table, block: int) -> list[str]:
-    """How the elements are numbered, each row in whole blocks: from `begin` on, rows `pace` apart.
-
-    Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
-    they hash once for eight elements.
-    """
-    wide = f"tl.load(row + {table.numel + 5})"
-    pace = wide if block == 1 else f"({wide} + {block - 1}) // {block} * {block}"
-    at, lane = (f"tl.load(row + {table.numel + k})" for k in (3, 4))
-    lane += f" // {block} * {block}" if block > 1 else ""
-    return [f"    pace = {pace}", f"    begin = {at} * pace + {lane}"]
 
 
 def extents(program: Program, table: Table) -> list[str]:

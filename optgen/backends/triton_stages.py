@@ -25,27 +25,25 @@ from optgen.backends.printer import ATOM, with_comments
 from optgen.backends.reference import bound_lines
 from optgen.backends.triton import (
     ENTRY,
-    LOCALS,
     Table,
     Term,
     TritonPrinter,
     anchor_of,
     extents,
     folded,
-    further_on,
+    headed,
     helpers,
     in_memory,
     is_packed,
     kernel,
-    keys,
-    numbers,
-    pointers,
     registers,
+    scalars,
+    sweep,
     sweep_tile,
     terms,
     tile,
-    tile_elements,
     tl_dtype,
+    walked,
     wrapped,
 )
 from optgen.ir.node import Node, postorder
@@ -182,10 +180,6 @@ def needs(step: Step) -> list[str]:
     strict = step.program.maths == "strict"
     for s in step.stages:
         if s.is_sweep and touches_matrices(s.schedule.program):
-            names.add("pointer")
-            for t in terms(s.schedule):
-                names |= {"larger"} if t.is_max else set()
-                names |= {"down", "fold"} if strict or t.is_max else set()
             names |= {"within"} if anchor_of(s.schedule) else set()
         elif not s.is_sweep and not s.call:
             names.add("pointer")
@@ -237,222 +231,24 @@ def _is_counted(program: Program) -> bool:
     return any(n.op == "index" for n in postorder(program.roots()))
 
 
-def _host(program: Program) -> list[str]:
-    return [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
-
-
 def _panels(schedule: Schedule, function: str, frame: Frame, source: str) -> list[str]:
-    """The tile function of a sweep, and the two kernels over it."""
-    out = tile(schedule, function, source, _places(schedule), SmallPrinter)
-    out += ["", "", *_panel_kernel(schedule, function, frame)]
-    return [*out, "", "", *_flat_kernel(schedule, function, frame)]
-
-
-def _head(schedule: Schedule, function: str, arguments: Sequence[str], doc: str, frame: Frame) -> list[str]:
-    """A kernel up to the addresses of its tensor."""
+    """The tile function of a sweep, and the two kernels over it (optgen.runtime.triton_panels)."""
     program = schedule.program
-    args = ["table", "work", *(f"{h}: tl.float32" for h in _host(program)), "step_key: tl.int32"]
-    out = [ENTRY, *wrapped(f"def {function}(", [*args, "GRAD: tl.constexpr", *arguments])]
-    out.append(f'    """{program.name}: {doc}; see optgen.runtime.stages."""')
-    out.append("    item = work + 2 * tl.program_id(0)")
-    out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")
-    out += pointers(program, frame.table(program), "ALIGNED" if "ALIGNED: tl.constexpr" in arguments else "False")
-    if "stream_key" in keys(schedule):
-        out.append(f"    stream_key = tl.load(row + {frame.numel + 2}).to(tl.int32)")
-    if _is_counted(program):
-        out += numbers(frame.table(program), program.block)
-    return out + extents(program, frame.table(program))
-
-
-def _call(
-    schedule: Schedule, function: str, indent: str, masked: str, moved: dict[str, str], given: dict[str, str]
-) -> list[str]:
-    """A call of the tile function: pointers that are `moved` further on, and the places."""
-    program, found = schedule.program, terms(schedule)
-    names = [
-        f"{b.name}_ptr + {moved[b.name]}" if b.name in moved else f"{b.name}_ptr"
-        for b in program.buffers
-        if b.role != "partial"
-    ]
-    names += [*(given.get(x, x) for x in _places(schedule)), *_host(program), *keys(schedule), masked]
-    variables = [variable for t in found for variable, _ in t.parts]
-    results = f"{', '.join(variables)}{',' * (len(variables) == 1)} = " if found else ""
-    return [indent + x for x in wrapped(f"{results}{function}_tile(", names, close=")")]
-
-
-def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
-    program, found = schedule.program, terms(schedule)
-    block, strict = program.block, program.maths == "strict"
-    panel, part, counted = panel_columns(block), _part(program), _is_counted(program)
-    doc = f"64 rows of {panel} columns of a matrix"
-    out = _head(schedule, function, ["ROWS: tl.constexpr", "ALIGNED: tl.constexpr"], doc, frame)
-    out += [
-        f"    rows = tl.load(row + {frame.matrices + 1})",
-        f"    columns = tl.load(row + {frame.matrices + 2})",
-        "    if ALIGNED:",
-        "        columns = tl.multiple_of(columns, 16)",
-        "    number = tl.load(item + 1)",
-        f"    panels = tl.cdiv(columns, {panel}).to(tl.int32)",
-        f"    left = (number % panels).to(tl.int64) * {panel}",
-        "    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix",
-        "    matrix = (number // panels // stack).to(tl.int64)",
-        "    below = (number // panels % stack).to(tl.int64) * 64",
-        "    top = matrix * rows + below",
-        "    height = tl.minimum(rows - below, 64).to(tl.int32)",
-        f"    width = tl.minimum(columns - left, {panel}).to(tl.int32)",
-    ]
-    if block > 1:
-        out.append(f"    blocks = tl.cdiv(columns, {block})")
-        if is_packed(program):
-            out.append("    eights = tl.cdiv(columns, 8)")
-        out.append(f"    block = tl.arange(0, {part // block})[None, :, None]")
-        out.append(f"    lane = block * {block} + tl.arange(0, {block})[None, None, :]")
-        out.append("    at_row = tl.arange(0, ROWS)[:, None, None]")
-    else:
-        out.append(f"    lane = tl.arange(0, {part})[None, :]")
-        out.append("    at_row = tl.arange(0, ROWS)[:, None]")
-    out.append("    at = at_row * columns.to(tl.int32) + lane")
-    # Addresses move to the panel once, in int64.
-    for b in program.buffers:
-        if b.space.size or b.dtype.packed:
-            moves = f"top * blocks + left // {b.space.size}", "", "top * eights + left // 8"
-            out.append(f"    {b.name}_ptr += {further_on(b, *moves)}")
-        elif b.space == spaces.elem:
-            out.append(f"    {b.name}_ptr += top * columns + left")
-        elif b.role == "partial" and b.space.name == "row":
-            out.append(f"    {b.name}_ptr += number % panels * (rows * tl.load(row + {frame.matrices})) + top")
-        elif b.role == "partial":
-            out.append(f"    {b.name}_ptr += (number // panels).to(tl.int64) * columns + left")
-        elif b.space.name in _FIRST:
-            out.append(f"    {b.name}_ptr += {_FIRST[b.space.name]}")
-    if block > 1:
-        out.append("    at_block = at_row * blocks.to(tl.int32) + block")
-    if is_packed(program):
-        out.append(f"    eight = block * {block // 8} + tl.arange(0, {block // 8})[None, None, :]")
-        out.append("    at_eight = at_row * eights.to(tl.int32) + eight")
-    if counted:
-        # Rows of matrices are those of dimension 0, or follow one another.
-        padded = f"blocks * {block}" if block > 1 else "columns"
-        out.append(f"    padded = tl.where(columns == tl.load(row + {frame.numel + 1}), pace, {padded}).to(tl.int32)")
-        # Rows of blocks begin with a multiple of 8, of which compilers are to know.
-        across, eight = ("(lane & -8)", " | lane & 7") if block > 1 else ("lane", "")
-        out.append(f"    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + {across}")
-    shape = f"[ROWS, {part // block}, {block}]" if block > 1 else f"[ROWS, {part}]"
-    starts = range(0, panel, part)
-    # In strict maths, and of maxima, what a column has is one value; else a row's tile is added to that before.
-    lasting = {t.name: f"[{part}]" if strict or t.is_max else shape for t in found}
-    for t in (t for t in found if _reduces(t, "col")):
-        zeros = f"tl.full({lasting[t.name]}, {_nothing(t)}, tl.float32)"
-        out += [f"    {t.name}s_{k} = {zeros}" for k in range(len(starts))]
-
-    def moved(left: int) -> dict[str, str]:
-        """How far on the pointers of a part are."""
-        out, plus = {}, f" + {left}" if left else ""
-        for b in program.buffers:
-            if b.space.size or b.dtype.packed:
-                blocks, eights = (f" + {left // n}" if left else "" for n in (b.space.size or block, 8))
-                out[b.name] = further_on(b, f"start * blocks{blocks}", "", f"start * eights{eights}")
-            elif b.space == spaces.elem:
-                out[b.name] = f"start * columns{plus}"
-            elif b.space.name == "row" and b.role != "partial":
-                out[b.name] = "start"
-            elif b.space.name == "col" and b.role != "partial" and left:
-                out[b.name] = str(left)
-        return out
-
-    def loop(indent: str, masked: bool) -> list[str]:
-        lines = [f"{indent}start = tile * ROWS"]
-        if masked:
-            lines.append(f"{indent}live_row = at_row < height - start")
-        for k, left in enumerate(starts):
-            width = f"width - {left}" if left else "width"
-            places = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
-            if counted:
-                places["index"] = f"before{f' + {left}' if left else ''} + (start + at_row) * padded{eight}"
-            if masked:
-                lines.append(f"{indent}live_col = lane < {width}")
-                lines.append(f"{indent}live = live_row & live_col")
-                if block > 1:
-                    lines.append(f"{indent}live_block = live_row & (block * {block} < {width})")
-                if is_packed(program):
-                    lines.append(f"{indent}live_eight = live_row & (eight * 8 < {width})")
-            else:
-                places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_eight", "live_row")}
-                places |= {"live_col": "lane"}
-            lines += _call(schedule, function, indent, str(masked), moved(left), places)
-            for t in found:
-                lines += [indent + x for x in (*_to_row(t, k, len(starts), strict), *_to_columns(t, k, part, strict))]
-        rows = [(t, b) for t in found for b in t.partials if b.space.name == "row"]
-        if rows:
-            lines.append(f"{indent}which = start + tl.arange(0, ROWS)")
-        for t, b in rows:
-            flat = f"tl.reshape({t.name}_0, [ROWS, {part}])" if block > 1 else f"{t.name}_0"
-            mask = ", mask=which < height" if masked else ""
-            lines.append(f"{indent}tl.store({b.name}_ptr + which, {folded(t, flat, strict)}{mask})")
-        return lines
-
-    out.append("    # Tiles without masks, then the others.")
-    out.append(f"    full = tl.where(width == {panel}, height // ROWS, 0)")
-    out.append("    for tile in range(full):")
-    out += loop("        ", False)
-    out.append("    for tile in range(full, tl.cdiv(height, ROWS)):")
-    out += loop("        ", True)
-    columns = [(t, b) for t in found for b in t.partials if b.space.name == "col"]
-    if columns:
-        out.append(f"    lane = tl.arange(0, {part})")
-    for t, b in columns:
-        for k, left in enumerate(starts):
-            total = f"{t.name}s_{k}"
-            if lasting[t.name] == shape:
-                total = f"tl.sum({f'tl.reshape({total}, [ROWS, {part}])' if block > 1 else total}, 0)"
-            at, end = (f"{left} + lane", f"width - {left}") if left else ("lane", "width")
-            out.append(f"    tl.store({b.name}_ptr + {at}, {total}, mask=lane < {end})")
+    part = _part(program)
+    more = [f"matrices={frame.matrices}", *([f"part={part}"] if part != 256 else [])]
+    record = sweep(schedule, frame.table(program), more, "Panels")
+    host = scalars(program)
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32", "GRAD: tl.constexpr"]
+    out = tile(schedule, function, source, _places(schedule), SmallPrinter)
+    panel = panel_columns(program.block)
+    for name, walker, constants, doc in (
+        (function, "walk_panels", ["ROWS", "ALIGNED"], f"64 rows of {panel} columns of a matrix"),
+        (f"{function}_flat", "walk_any", ["TILES"], "tiles of a tensor of any shape"),
+    ):
+        head = headed(name, [*args, *(f"{x}: tl.constexpr" for x in constants)], record)
+        out += ["", "", ENTRY, *head, f'    """{program.name}: {doc}."""']
+        out += walked(walker, name, host, ["GRAD", *constants])
     return out
-
-
-def _reduces(t: Term, space: str) -> bool:
-    return any(b.space.name == space for b in t.partials)
-
-
-def _to_row(t: Term, k: int, parts: int, strict: bool) -> list[str]:
-    """Part k of a row's tile joined with those before, in <term>_0 in the end.
-
-    `fold` adds the upper half to the lower one, and begins with halves of parts.
-    """
-    if not _reduces(t, "row"):
-        return []
-    if not strict and not t.is_max:
-        return [f"{t.name}_0 = {t.joined(f'{t.name}_0') if k else t.value}"]
-    half, to = parts // 2, k
-    lines = []
-    if parts > 1 and k >= half:
-        to = k - half
-        lines.append(f"{t.name}_{to} = {_both(t, f'{t.name}_{to}', t.name)}")
-    else:
-        lines.append(f"{t.name}_{k} = {t.name}")
-    if k == parts - 1:
-        while half > 1:
-            half //= 2
-            lines += [f"{t.name}_{i} = {_both(t, f'{t.name}_{i}', f'{t.name}_{i + half}')}" for i in range(half)]
-    return lines
-
-
-def _both(t: Term, one: str, other: str) -> str:
-    return f"larger({one}, {other})" if t.is_max else f"{one} + {other}"
-
-
-def _to_columns(t: Term, k: int, part: int, strict: bool) -> list[str]:
-    """Part k of a row's tile joined with what its columns have."""
-    if not _reduces(t, "col"):
-        return []
-    total = f"{t.name}s_{k}"
-    if strict or t.is_max:
-        return [f"{total} = down({total}, tl.reshape({t.name}, [ROWS, {part}]){_max(t)})"]
-    return [f"{total} = {t.joined(total)}"]
-
-
-_FIRST = {"row": "top", "col": "matrix * columns + left", "mat": "matrix"}
-"""The first value of a small space that a panel reads."""
 
 
 def _nothing(t: Term) -> str:
@@ -461,59 +257,6 @@ def _nothing(t: Term) -> str:
 
 def _max(t: Term) -> str:
     return ", True" if t.is_max else ""
-
-
-def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
-    program, found = schedule.program, terms(schedule)
-    block, size = program.block, tile_elements(schedule)
-    read = _spaces(program)
-    doc = "tiles of a tensor of any shape"
-    out = _head(schedule, f"{function}_flat", ["TILES: tl.constexpr"], doc, frame)
-    for i, t in enumerate(found):
-        out.append(f"    {t.name}_ptr = pointer(row + {frame.numel + 9 + i}, tl.float32, False)")
-    if read:
-        out.append(f"    height = tl.load(row + {frame.matrices + 1})")
-        out.append(f"    width = tl.load(row + {frame.matrices + 2})")
-    out.append(f"    numel = tl.load(row + {frame.numel})")
-    out.append("    first = tl.load(item + 1).to(tl.int64)")
-    given = {"index": "number", **({"at_block": "block"} if block > 1 else {})}
-    if block > 1:
-        out.append(f"    columns = tl.load(row + {frame.numel + 1})")
-        out.append(f"    per_row = tl.cdiv(columns, {block})")
-        out.append("    blocks = numel // columns * per_row")
-        out.append(f"    end = tl.minimum(first + TILES, tl.cdiv(blocks, {size // block}))")
-        out.append("    for tile in range(first, end):")
-        out.append(f"        block = tile * {size // block} + tl.arange(0, {size // block})[:, None]")
-        out.append(f"        lane = block % per_row * {block} + tl.arange(0, {block})[None, :]")
-        out.append("        at = block // per_row * columns + lane")
-        out.append("        live_block = block < blocks")
-        out.append("        live = live_block & (lane < columns)")
-        if is_packed(program):
-            out.append(f"        eighth = block % per_row * {block} + tl.arange(0, {block // 8})[None, :] * 8")
-            out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8")
-            out.append("        live_eight = live_block & (eighth < columns)")
-        if _is_counted(program):
-            out.append("        eights = begin + block // per_row * pace + (lane & -8)")
-            out.append("        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)")
-    else:
-        if _is_counted(program):
-            out.append(f"    columns = tl.load(row + {frame.numel + 1})")
-        out.append(f"    end = tl.minimum(first + TILES, tl.cdiv(numel, {size}))")
-        out.append("    for tile in range(first, end):")
-        out.append(f"        at = tile * {size} + tl.arange(0, {size})")
-        out.append("        live = at < numel")
-        if _is_counted(program):
-            out.append("        number = (begin + at // columns * pace + at % columns).to(tl.int32)")
-    if "row" in read:
-        out.append("        at_row = at // width")
-    if "mat" in read or "col" in read:
-        out.append("        at_mat = at // (height * width)")
-    if "col" in read:
-        out.append("        at_col = at_mat * width + at % width")
-    given |= {f"live_{x}": "live" for x in read}
-    out += _call(schedule, function, "        ", "True", {}, given)
-    out += [f"        put({t.name}_ptr, at, {t.value}, live, True)" for t in found]
-    return out
 
 
 # Between sweeps -------------------------------------------------------------------------------------------------------
@@ -531,7 +274,6 @@ class RoundPrinter(TritonPrinter):
             return f"tl.load({n.attr}_ptr)", ATOM
         at = "at" if n.space == self.program.space else f"at_{n.space.name}"
         return f"get({n.attr}_ptr, {at}, live, True)", ATOM
-
 
     def _gather(self, _: object, n: Node) -> tuple[str, int]:
         (x,) = n.args
@@ -556,7 +298,7 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
     for name, stage in level:
         round_ = _Round(stage, name)
         out += [*round_.values(), "", "", *round_.loops(), "", ""]
-    host = list(dict.fromkeys(h for x in programs for h in _host(x)))
+    host = list(dict.fromkeys(h for x in programs for h in scalars(x)))
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LANES: tl.constexpr"]
     if len(level) > 1:
         args.append("ROUND: tl.constexpr = -1")
@@ -628,7 +370,8 @@ class _Round:
     def taken(self) -> list[str]:
         """What the loops take, by the names that the kernel has too."""
         axes = ["axes", "indices"] if self.gathers else []
-        return [*self.pointers, *self.extents, "first", "end", "rows", "columns", *axes, *_host(self.program), "LANES"]
+        sizes = ["first", "end", "rows", "columns", *axes]
+        return [*self.pointers, *self.extents, *sizes, *scalars(self.program), "LANES"]
 
     def _lets(self) -> list[str]:
         """Arguments of the function for entries that say which are meant."""
@@ -669,7 +412,7 @@ class _Round:
 
     def _call(self, indent: str, stored: bool = True) -> list[str]:
         names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
-        names += [*self.extents, *self._lets(), *_host(self.program), *([str(stored)] if self.twice else [])]
+        names += [*self.extents, *self._lets(), *scalars(self.program), *([str(stored)] if self.twice else [])]
         results = f"{', '.join(t.name for t in self.terms)} = " if self.terms else ""
         lines = wrapped(f"{results}{self.function}_values(", names, close=")")
         return [indent + x for x in ([f"at_mat = at // {self.size}"] if self.of_matrix else []) + lines]

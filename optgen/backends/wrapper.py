@@ -158,8 +158,9 @@ def _imported(names: Iterable[str], module: str) -> str:
 
 def _walkers(kernels: Iterable[Sequence[str]]) -> list[str]:
     """The imports of the walkers that Triton kernels call."""
-    walked = any(line.lstrip().startswith("walk(") for lines in kernels for line in lines)
-    return ["from optgen.runtime.triton_walk import Sweep, walk"] if walked else []
+    called = {line.split("(")[0].strip() for lines in kernels for line in lines}
+    known = {"triton_panels": ("Panels", "walk_any", "walk_panels"), "triton_walk": ("Sweep", "walk")}
+    return [f"from optgen.runtime.{x} import {', '.join(y)}" for x, y in known.items() if called.intersection(y)]
 
 
 def _quoted(text: str) -> str:

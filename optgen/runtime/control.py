@@ -391,7 +391,7 @@ def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
     import triton.language as tl
 
     names, defaults = kernel.arg_names, kernel.fn.__defaults__ or ()
-    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | constants
+    given = {**dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)), **constants}
     taken = names[len(names) - len(given) :]
     assert set(taken) == set(given), (names, constants)
     return tuple(tl.constexpr(given[name]) for name in taken)

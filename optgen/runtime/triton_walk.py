@@ -49,7 +49,7 @@ class Sweep:
     keys: tuple[str, ...] = ()
     tables: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
-    sums: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    sums: tuple[tuple[Any, ...], ...] = ()
     strict: bool = False
 
     @property
@@ -99,12 +99,12 @@ class Sweep:
 
     def factor(self, i: int, k: int) -> int:
         """Return the position of a term's factor in what the tile function returns."""
-        before = sum(2 if kind == "product" else 1 for kind, _ in self.sums[:i])
+        before = sum(2 if kind == "product" else 1 for kind, *_ in self.sums[:i])
         return before + (k if self.sums[i][0] == "product" else 0)
 
     def largest(self, i: int) -> bool:
         """Return True if a term is reduced to its maximum."""
-        return self.sums[i][0] == "max"
+        return bool(self.sums[i][0] == "max")
 
     def results(self, i: int) -> int:
         """Return how many partial results a term has."""
@@ -112,7 +112,7 @@ class Sweep:
 
     def result(self, i: int, j: int) -> int:
         """Return the entry of a partial result."""
-        return self.sums[i][1][j]
+        return int(self.sums[i][1][j])
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -36,137 +37,25 @@ def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float32), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, False)    # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, False)    # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    g_mul_term_ptr = pointer(row + 32, tl.float32, False)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def adafactor_float32_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float32), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
+):
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -402,122 +291,25 @@ def adafactor_float32_7_tile(
 def adafactor_float32_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            eps1_times_eps1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            eps1_times_eps1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_float32_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = adafactor_float32_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_float32_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -617,119 +409,32 @@ def adafactor_float32_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float32), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adafactor_float32_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
-        )
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adafactor_float32_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adafactor_float32_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adafactor_float32_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float32), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adafactor_float32_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adafactor_float32_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -747,137 +452,25 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.bfloat16), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, False)    # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, False)    # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    g_mul_term_ptr = pointer(row + 32, tl.float32, False)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def adafactor_bfloat16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.bfloat16), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
+):
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -901,122 +494,25 @@ def adafactor_bfloat16_7_tile(
 def adafactor_bfloat16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            eps1_times_eps1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            eps1_times_eps1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_bfloat16_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = adafactor_bfloat16_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_bfloat16_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1048,119 +544,32 @@ def adafactor_bfloat16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.bfloat16), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
-        )
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adafactor_bfloat16_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adafactor_bfloat16_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.bfloat16), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adafactor_bfloat16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adafactor_bfloat16_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1178,137 +587,25 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float16), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_alpha_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
-    row_sum_for_row_var_ptr = pointer(row + 16, tl.float32, False)    # float32 [partial results]  written
-    col_sum_for_col_var_ptr = pointer(row + 17, tl.float32, False)    # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    g_mul_term_ptr = pointer(row + 32, tl.float32, False)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def adafactor_float16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float16), (1, None)), matrices=19,
+        sums=(("square", (15,), ()), ("square", (16,), (17,))),
+    ),
+):
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1332,122 +629,25 @@ def adafactor_float16_7_tile(
 def adafactor_float16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            eps1_times_eps1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
-            lane, eps1_times_eps1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            eps1_times_eps1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
-            live_col, eps1_times_eps1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adafactor_float16_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((1, None), (3, tl.float32, "col"), (11, tl.float32, "row")), matrices=19,
+        sums=(("square", (18,), ()),),
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 31, tl.float32, False)
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = adafactor_float16_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(table, work, adafactor_float16_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1477,119 +677,32 @@ def adafactor_float16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float16), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    col_var_ptr += matrix * columns + left
-    row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adafactor_float16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
-        )
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adafactor_float16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adafactor_float16_10_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adafactor_float16_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        33, 22, ((0, tl.float16), (1, None), (3, tl.float32, "col"), (14, tl.float32, "one"),
+        (11, tl.float32, "row")), matrices=19,
+    ),
 ):
-    """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
-    row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 20)
-    width = tl.load(row + 21)
-    numel = tl.load(row + 22)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adafactor_float16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
-        )
+    """adafactor: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adafactor_float16_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        eps1_times_eps1), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

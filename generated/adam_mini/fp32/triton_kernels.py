@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import get, minus, pointer, put, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -35,83 +36,19 @@ def adam_mini_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 7)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 19, tl.float32, False)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_float32_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_float32_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -194,89 +131,16 @@ def adam_mini_float32_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float32_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -284,27 +148,16 @@ def adam_mini_float32_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    height = tl.load(row + 8)
-    width = tl.load(row + 9)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adam_mini_float32_3_tile(
-            p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float32_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -320,83 +173,19 @@ def adam_mini_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 7)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 19, tl.float32, False)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_bfloat16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -430,89 +219,16 @@ def adam_mini_bfloat16_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -520,27 +236,16 @@ def adam_mini_bfloat16_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    height = tl.load(row + 8)
-    width = tl.load(row + 9)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adam_mini_bfloat16_3_tile(
-            p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -556,83 +261,19 @@ def adam_mini_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 7)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 19, tl.float32, False)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_float16_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_float16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -664,89 +305,16 @@ def adam_mini_float16_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -754,27 +322,16 @@ def adam_mini_float16_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    height = tl.load(row + 8)
-    width = tl.load(row + 9)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adam_mini_float16_3_tile(
-            p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])

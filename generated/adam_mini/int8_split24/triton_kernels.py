@@ -23,6 +23,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, term,
     widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -71,150 +72,32 @@ def adam_mini_float32_1_tile(
 def adam_mini_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=8, counted=True,
+        keys=("step", "stream"), sums=(("square", (7,), ()),),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 12), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=8, counted=True,
+        keys=("step", "stream"), sums=(("square", (7,), ()),),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_codes_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 3, tl.int16, False)                   # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, False)   # float32 [partial results]  written
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    row_sum_term_ptr = pointer(row + 20, tl.float32, False)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 12)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, = adam_mini_float32_1_tile(
-            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -299,129 +182,32 @@ def adam_mini_float32_3_tile(
 def adam_mini_float32_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "row")), block=64,
+        matrices=8,
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    one_over_denom_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks,
-            one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
-            one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
-            one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, False,
-        )
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks,
-            one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
-            one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
-            one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float32_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "row")), block=64,
+        matrices=8,
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    m_codes_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
-    m_scale_ptr = pointer(row + 3, tl.int16, False)                   # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 12)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        at_row = at // width
-        adam_mini_float32_3_tile(
-            p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block, live,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float32_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -436,83 +222,19 @@ def adam_mini_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 7)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 19, tl.float32, False)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_float32_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -564,89 +286,16 @@ def adam_mini_float32_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, at, at_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, m_ptr + start * columns, one_over_denom_ptr + start,
-            at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_float32_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            one_over_denom_ptr + start, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float32_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -654,27 +303,16 @@ def adam_mini_float32_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    height = tl.load(row + 8)
-    width = tl.load(row + 9)
-    numel = tl.load(row + 10)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adam_mini_float32_small_3_tile(
-            p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float32_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -723,150 +361,32 @@ def adam_mini_bfloat16_1_tile(
 def adam_mini_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, matrices=9, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,), ()),),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 13), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, matrices=9, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,), ()),),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, False)   # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    row_sum_term_ptr = pointer(row + 21, tl.float32, False)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, = adam_mini_bfloat16_1_tile(
-            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -936,150 +456,32 @@ def adam_mini_bfloat16_3_tile(
 def adam_mini_bfloat16_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "row")),
+        block=64, matrices=9, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [rows]  read
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    one_over_denom_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 13), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
-            m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
-            m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "row")),
+        block=64, matrices=9, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, False)          # float32 [rows]  read
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adam_mini_bfloat16_3_tile(
-            p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block,
-            live, number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1095,83 +497,19 @@ def adam_mini_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 20, tl.float32, False)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_bfloat16_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1217,112 +555,17 @@ def adam_mini_bfloat16_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")),
+        matrices=8, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    padded = tl.where(columns == tl.load(row + 12), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            m_ptr + start * columns, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_ptr + start * columns + 256, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_ptr + start * columns + 512, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_ptr + start * columns + 768, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            m_ptr + start * columns, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_ptr + start * columns + 256, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_ptr + start * columns + 512, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_ptr + start * columns + 768, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1330,34 +573,17 @@ def adam_mini_bfloat16_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")),
+        matrices=8, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 12)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adam_mini_bfloat16_small_3_tile(
-            p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, number, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1406,150 +632,32 @@ def adam_mini_float16_1_tile(
 def adam_mini_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, matrices=9, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,), ()),),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 13), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
-            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, matrices=9, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,), ()),),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read and written
-    row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, False)   # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    row_sum_term_ptr = pointer(row + 21, tl.float32, False)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, = adam_mini_float16_1_tile(
-            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1613,150 +721,32 @@ def adam_mini_float16_3_tile(
 def adam_mini_float16_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "row")),
+        block=64, matrices=9, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [rows]  read
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    m_codes_ptr += top * columns + left
-    m_scale_ptr += top * blocks + left // 64
-    one_over_denom_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 13), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
-            m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
-            m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
-            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "row")),
+        block=64, matrices=9, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, False)          # float32 [rows]  read
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adam_mini_float16_3_tile(
-            p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block,
-            live, number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1772,83 +762,19 @@ def adam_mini_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, False)   # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 20, tl.float32, False)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def adam_mini_float16_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1910,112 +836,17 @@ def adam_mini_float16_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    m_ptr += top * columns + left
-    one_over_denom_ptr += top
-    padded = tl.where(columns == tl.load(row + 12), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            m_ptr + start * columns, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_ptr + start * columns + 256, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_ptr + start * columns + 512, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_ptr + start * columns + 768, one_over_denom_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            m_ptr + start * columns, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            m_ptr + start * columns + 256, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            m_ptr + start * columns + 512, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adam_mini_float16_small_3_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            m_ptr + start * columns + 768, one_over_denom_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-            stream_key, True,
-        )
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2023,34 +854,17 @@ def adam_mini_float16_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, False)                       # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 12)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adam_mini_float16_small_3_tile(
-            p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live, number, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-        )
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit

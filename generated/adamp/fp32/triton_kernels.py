@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -52,139 +53,16 @@ def adamp_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -192,36 +70,16 @@ def adamp_float32_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -482,125 +340,32 @@ def adamp_float32_7_tile(
 def adamp_float32_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float32_7_tile(
-            p_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -634,139 +399,16 @@ def adamp_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -774,36 +416,16 @@ def adamp_bfloat16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1017,125 +639,32 @@ def adamp_bfloat16_7_tile(
 def adamp_bfloat16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_bfloat16_7_tile(
-            p_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1169,139 +698,16 @@ def adamp_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1309,36 +715,16 @@ def adamp_float16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1370,125 +756,32 @@ def adamp_float16_7_tile(
 def adamp_float16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float16_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float16_7_tile(
-            p_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1656,143 +949,17 @@ def adamp_float32_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1800,36 +967,17 @@ def adamp_float32_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1872,116 +1020,17 @@ def adamp_float32_nesterov_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1991,32 +1040,17 @@ def adamp_float32_nesterov_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2048,143 +1082,17 @@ def adamp_bfloat16_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2192,36 +1100,17 @@ def adamp_bfloat16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2269,116 +1158,17 @@ def adamp_bfloat16_nesterov_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2388,32 +1178,17 @@ def adamp_bfloat16_nesterov_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2445,143 +1220,17 @@ def adamp_float16_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2589,36 +1238,17 @@ def adamp_float16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2664,116 +1294,17 @@ def adamp_float16_nesterov_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2783,32 +1314,17 @@ def adamp_float16_nesterov_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, minus,
     pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -117,171 +118,17 @@ def adamp_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=27, counted=True, keys=("step", "stream"),
+        sums=(("product", (23,), ()), ("square", (24,), ()), ("square", (25,), ()), ("product", (26,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    stream_key = tl.load(row + 32).to(tl.int32)
-    pace = (tl.load(row + 35) + 63) // 64 * 64
-    begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 31), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -289,50 +136,17 @@ def adamp_float32_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=27, counted=True, keys=("step", "stream"),
+        sums=(("product", (23,), ()), ("square", (24,), ()), ("square", (25,), ()), ("product", (26,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    stream_key = tl.load(row + 32).to(tl.int32)
-    pace = (tl.load(row + 35) + 63) // 64 * 64
-    begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 42, tl.float32, False)
-    numel = tl.load(row + 30)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 31)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-            scalar_3, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -611,152 +425,32 @@ def adamp_float32_7_tile(
 def adamp_float32_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block"),
+        (21, tl.float32, "one"), (22, tl.float32, "row")), block=64, matrices=27,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            at, at_block, at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            live, live_block, live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block"),
+        (21, tl.float32, "one"), (22, tl.float32, "row")), block=64, matrices=27,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 31)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        at_row = at // width
-        adamp_float32_7_tile(
-            p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -788,139 +482,16 @@ def adamp_float32_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -928,36 +499,16 @@ def adamp_float32_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1057,125 +608,32 @@ def adamp_float32_small_7_tile(
 def adamp_float32_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float32_small_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float32_small_7_tile(
-            p_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1270,173 +728,17 @@ def adamp_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=28, counted=True, keys=("step", "stream"),
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, ALIGNED)    # float32 [partial results]  written
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1444,51 +746,17 @@ def adamp_bfloat16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=28, counted=True, keys=("step", "stream"),
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, False)      # float32 [partial results]  written
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 42, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 43, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, at, block, live, live_block, number, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1733,176 +1001,34 @@ def adamp_bfloat16_7_tile(
 def adamp_bfloat16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adamp_bfloat16_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1938,141 +1064,16 @@ def adamp_bfloat16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2080,37 +1081,16 @@ def adamp_bfloat16_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2225,148 +1205,32 @@ def adamp_bfloat16_small_7_tile(
 def adamp_bfloat16_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 30), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
-            stream_key, False,
-        )
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adamp_bfloat16_small_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2468,173 +1332,17 @@ def adamp_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, matrices=28, counted=True, keys=("step", "stream"),
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, ALIGNED)    # float32 [partial results]  written
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2642,51 +1350,17 @@ def adamp_float16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, matrices=28, counted=True, keys=("step", "stream"),
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, False)      # float32 [partial results]  written
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 42, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 43, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, at, block, live, live_block, number, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2767,176 +1441,34 @@ def adamp_float16_7_tile(
 def adamp_float16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_float16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
-            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adamp_float16_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2979,141 +1511,16 @@ def adamp_float16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3121,37 +1528,16 @@ def adamp_float16_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_small_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3213,148 +1599,32 @@ def adamp_float16_small_7_tile(
 def adamp_float16_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 30), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
-            stream_key, False,
-        )
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adamp_float16_small_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, scalar_2, scalar_3,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_small_7_tile, SWEEP, (scalar_2, scalar_3,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3928,166 +2198,18 @@ def adamp_float32_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=27,
+        sums=(("product", (23,), ()), ("square", (24,), ()), ("square", (25,), ()), ("product", (26,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4095,45 +2217,18 @@ def adamp_float32_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=27,
+        sums=(("product", (23,), ()), ("square", (24,), ()), ("square", (25,), ()), ("product", (26,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 42, tl.float32, False)
-    numel = tl.load(row + 30)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 31)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4232,132 +2327,17 @@ def adamp_float32_nesterov_7(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (21, tl.float32, "one"), (22, tl.float32, "row")), block=64, matrices=27,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 32).to(tl.int32)
-    pace = (tl.load(row + 35) + 63) // 64 * 64
-    begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 31), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
-            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
-            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
-            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4366,44 +2346,17 @@ def adamp_float32_nesterov_7_flat(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 30, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (21, tl.float32, "one"), (22, tl.float32, "row")), block=64, matrices=27,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 32).to(tl.int32)
-    pace = (tl.load(row + 35) + 63) // 64 * 64
-    begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 31)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adamp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4433,143 +2386,17 @@ def adamp_float32_nesterov_small_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4577,36 +2404,17 @@ def adamp_float32_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4649,116 +2457,17 @@ def adamp_float32_nesterov_small_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float32_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4768,32 +2477,17 @@ def adamp_float32_nesterov_small_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25,
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        adamp_float32_nesterov_small_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float32_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4845,168 +2539,18 @@ def adamp_bfloat16_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=28,
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5014,46 +2558,18 @@ def adamp_bfloat16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=28,
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 42, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 43, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, at, block, live, live_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5160,142 +2676,17 @@ def adamp_bfloat16_nesterov_7(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64,
+        matrices=28, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5304,45 +2695,17 @@ def adamp_bfloat16_nesterov_7_flat(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64,
+        matrices=28, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adamp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
-            block, at_row, live, live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5376,149 +2739,17 @@ def adamp_bfloat16_nesterov_small_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5526,37 +2757,17 @@ def adamp_bfloat16_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5616,123 +2827,18 @@ def adamp_bfloat16_nesterov_small_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 30), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_bfloat16_nesterov_small_7_tile, SWEEP, (beta1, beta2,
+        one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5742,38 +2848,18 @@ def adamp_bfloat16_nesterov_small_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adamp_bfloat16_nesterov_small_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_bfloat16_nesterov_small_7_tile, SWEEP, (beta1, beta2,
+        one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5832,168 +2918,18 @@ def adamp_float16_nesterov_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, matrices=28,
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
-            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6001,46 +2937,18 @@ def adamp_float16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, matrices=28,
+        sums=(("product", (24,), ()), ("square", (25,), ()), ("square", (26,), ()), ("product", (27,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 27, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 41, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 42, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 43, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, at, block, live, live_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -6163,142 +3071,17 @@ def adamp_float16_nesterov_7(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_codes_ptr += top * columns + left
-    exp_avg_sq_range_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        adamp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6307,45 +3090,17 @@ def adamp_float16_nesterov_7_flat(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 31, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (22, tl.float32, "one"), (23, tl.float32, "row")), block=64, matrices=28,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        adamp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-            exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
-            block, at_row, live, live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -6386,149 +3141,17 @@ def adamp_float16_nesterov_small_1(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6536,37 +3159,17 @@ def adamp_float16_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_small_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -6642,123 +3245,17 @@ def adamp_float16_nesterov_small_7(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    exp_avg_sq_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 30), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
-            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-        )
+    """adamp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamp_float16_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6768,38 +3265,17 @@ def adamp_float16_nesterov_small_7_flat(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)              # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = tl.load(row + 34)
-    begin = tl.load(row + 32) * pace + tl.load(row + 33)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        adamp_float16_nesterov_small_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
-            step_key, stream_key, True,
-        )
+    """adamp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamp_float16_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

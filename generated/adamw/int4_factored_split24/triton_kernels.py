@@ -25,6 +25,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, packed, pointer, put,
     reciprocal, rotl, term, unpacked, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -85,147 +86,26 @@ def adamw_float32_2_tile(
 def adamw_float32_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        30, 20, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=17,
+        sums=(("sum", (15,), (16,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 17)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        30, 20, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=17,
+        sums=(("sum", (15,), (16,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 16, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 29, tl.float32, False)
-    height = tl.load(row + 18)
-    width = tl.load(row + 19)
-    numel = tl.load(row + 20)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -444,148 +324,18 @@ def adamw_float32_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        30, 20, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.int16, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (13, tl.float32, "row"),
+        (11, tl.float32, "col"), (14, tl.float32, "row")), block=64, matrices=17, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, ALIGNED)      # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 11, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 14, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 21), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -593,52 +343,18 @@ def adamw_float32_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        30, 20, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.int16, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (13, tl.float32, "row"),
+        (11, tl.float32, "col"), (14, tl.float32, "row")), block=64, matrices=17, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 11, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 14, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    height = tl.load(row + 18)
-    width = tl.load(row + 19)
-    numel = tl.load(row + 20)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 21)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -890,147 +606,26 @@ def adamw_bfloat16_2_tile(
 def adamw_bfloat16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row")), matrices=18,
+        sums=(("sum", (16,), (17,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 18)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row")), matrices=18,
+        sums=(("sum", (16,), (17,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 16, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 17, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 30, tl.float32, False)
-    height = tl.load(row + 19)
-    width = tl.load(row + 20)
-    numel = tl.load(row + 21)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1147,154 +742,18 @@ def adamw_bfloat16_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (14, tl.float32, "row"),
+        (12, tl.float32, "col"), (15, tl.float32, "row")), block=64, matrices=18, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, ALIGNED)      # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 12, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 23).to(tl.int32)
-    pace = (tl.load(row + 26) + 63) // 64 * 64
-    begin = tl.load(row + 24) * pace + tl.load(row + 25) // 64 * 64
-    rows = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 22), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
-            at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1302,53 +761,18 @@ def adamw_bfloat16_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (14, tl.float32, "row"),
+        (12, tl.float32, "col"), (15, tl.float32, "row")), block=64, matrices=18, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 12, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 15, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 23).to(tl.int32)
-    pace = (tl.load(row + 26) + 63) // 64 * 64
-    begin = tl.load(row + 24) * pace + tl.load(row + 25) // 64 * 64
-    height = tl.load(row + 19)
-    width = tl.load(row + 20)
-    numel = tl.load(row + 21)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 22)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
-            number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1576,147 +1000,26 @@ def adamw_float16_2_tile(
 def adamw_float16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row")), matrices=18,
+        sums=(("sum", (16,), (17,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 18)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row")), matrices=18,
+        sums=(("sum", (16,), (17,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 16, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 17, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 30, tl.float32, False)
-    height = tl.load(row + 19)
-    width = tl.load(row + 20)
-    numel = tl.load(row + 21)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1806,154 +1109,18 @@ def adamw_float16_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (14, tl.float32, "row"),
+        (12, tl.float32, "col"), (15, tl.float32, "row")), block=64, matrices=18, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, ALIGNED)      # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 12, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 23).to(tl.int32)
-    pace = (tl.load(row + 26) + 63) // 64 * 64
-    begin = tl.load(row + 24) * pace + tl.load(row + 25) // 64 * 64
-    rows = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 22), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
-            at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1961,53 +1128,18 @@ def adamw_float16_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        31, 21, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (14, tl.float32, "row"),
+        (12, tl.float32, "col"), (15, tl.float32, "row")), block=64, matrices=18, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 7, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 12, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 15, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 23).to(tl.int32)
-    pace = (tl.load(row + 26) + 63) // 64 * 64
-    begin = tl.load(row + 24) * pace + tl.load(row + 25) // 64 * 64
-    height = tl.load(row + 19)
-    width = tl.load(row + 20)
-    numel = tl.load(row + 21)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 22)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
-            number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2299,199 +1431,30 @@ def adamw_float32_amsgrad_2_tile(
 def adamw_float32_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 32, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"),
+        (7, tl.float32, "col"), (9, tl.float32, "row"), (8, tl.float32, "row")), matrices=29,
+        sums=(("sum", (25,), (26,)), ("sum", (27,), (28,))),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)      # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_max_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 32, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"),
+        (7, tl.float32, "col"), (9, tl.float32, "row"), (8, tl.float32, "row")), matrices=29,
+        sums=(("sum", (25,), (26,)), ("sum", (27,), (28,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)        # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 41, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 42, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr, at, at_row, at_col, live, live, live, beta2, scalar_0,
-            True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2762,162 +1725,18 @@ def adamw_float32_amsgrad_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 32, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.int16, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (7, tl.float32, "col"),
+        (9, tl.float32, "row"), (8, tl.float32, "row"), (23, tl.float32, "row"), (19, tl.float32, "col"),
+        (24, tl.float32, "row")), block=64, matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)      # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 19, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 24, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2925,55 +1744,18 @@ def adamw_float32_amsgrad_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 32, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.int16, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (7, tl.float32, "col"),
+        (9, tl.float32, "row"), (8, tl.float32, "row"), (23, tl.float32, "row"), (19, tl.float32, "col"),
+        (24, tl.float32, "row")), block=64, matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)        # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 19, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 24, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_amsgrad_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-            exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block, at_eight, at_row,
-            at_col, live, live_block, live_eight, live, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3300,199 +2082,30 @@ def adamw_bfloat16_amsgrad_2_tile(
 def adamw_bfloat16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"),
+        (8, tl.float32, "col"), (10, tl.float32, "row"), (9, tl.float32, "row")), matrices=30,
+        sums=(("sum", (26,), (27,)), ("sum", (28,), (29,))),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, ALIGNED)     # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_max_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"),
+        (8, tl.float32, "col"), (10, tl.float32, "row"), (9, tl.float32, "row")), matrices=30,
+        sums=(("sum", (26,), (27,)), ("sum", (28,), (29,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)      # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, False)       # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 42, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 43, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr, at, at_row, at_col, live, live, live, beta2, scalar_0,
-            True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_bfloat16_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -3628,167 +2241,18 @@ def adamw_bfloat16_amsgrad_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (8, tl.float32, "col"),
+        (10, tl.float32, "row"), (9, tl.float32, "row"), (24, tl.float32, "row"), (20, tl.float32, "col"),
+        (25, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, ALIGNED)     # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 20, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 25, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3796,57 +2260,18 @@ def adamw_bfloat16_amsgrad_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (8, tl.float32, "col"),
+        (10, tl.float32, "row"), (9, tl.float32, "row"), (24, tl.float32, "row"), (20, tl.float32, "col"),
+        (25, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)      # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, False)       # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 20, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 25, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
-            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
-            block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4125,199 +2550,30 @@ def adamw_float16_amsgrad_2_tile(
 def adamw_float16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"),
+        (8, tl.float32, "col"), (10, tl.float32, "row"), (9, tl.float32, "row")), matrices=30,
+        sums=(("sum", (26,), (27,)), ("sum", (28,), (29,))),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, ALIGNED)     # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_max_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
-            live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((1, None), (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"),
+        (8, tl.float32, "col"), (10, tl.float32, "row"), (9, tl.float32, "row")), matrices=30,
+        sums=(("sum", (26,), (27,)), ("sum", (28,), (29,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)      # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_parts_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, False)       # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 42, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 43, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr, at, at_row, at_col, live, live, live, beta2, scalar_0,
-            True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float16_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -4415,167 +2671,18 @@ def adamw_float16_amsgrad_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (8, tl.float32, "col"),
+        (10, tl.float32, "row"), (9, tl.float32, "row"), (24, tl.float32, "row"), (20, tl.float32, "col"),
+        (25, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, ALIGNED)     # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 20, tl.float32, ALIGNED)     # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 25, tl.float32, ALIGNED)   # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_least_ptr += top
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_ptr += top
-    exp_avg_sq_parts_ptr += matrix * columns + left
-    exp_avg_sq_least_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 8 + tl.arange(0, 8)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
-            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        live_eight = live_row & (eight * 8 < width - 256)
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        live_eight = live_row & (eight * 8 < width - 768)
-        adamw_float16_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
-        )
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4583,57 +2690,18 @@ def adamw_float16_amsgrad_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        44, 33, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.int32, "eight"), (4, tl.int16, "block"),
+        (5, tl.float32, "row"), (6, tl.float32, "col"), (7, tl.float32, "row"), (8, tl.float32, "col"),
+        (10, tl.float32, "row"), (9, tl.float32, "row"), (24, tl.float32, "row"), (20, tl.float32, "col"),
+        (25, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 44 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)      # float32 [columns]  read
-    exp_avg_sq_least_ptr = pointer(row + 10, tl.float32, False)       # float32 [rows]  read
-    max_exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_row_factor_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
-    exp_avg_sq_parts_ptr = pointer(row + 20, tl.float32, False)       # float32 [columns]  read
-    exp_avg_sq_least_2_ptr = pointer(row + 25, tl.float32, False)     # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 64 + tl.arange(0, 8)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
-            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
-            block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    axis_max, axis_min, block_magnitude, down, floor, fold, get, inverse, larger, minus, packed, pointer,
-    put, reciprocal, rint, term, unpacked, widened,
+    axis_max, axis_min, block_magnitude, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint,
+    term, unpacked, widened,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -116,160 +117,18 @@ def adamw_float32_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -277,47 +136,18 @@ def adamw_float32_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -442,155 +272,28 @@ def adamw_float32_6_tile(
 def adamw_float32_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float32_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
-            exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -796,160 +499,18 @@ def adamw_bfloat16_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -957,47 +518,18 @@ def adamw_bfloat16_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1033,155 +565,28 @@ def adamw_bfloat16_6_tile(
 def adamw_bfloat16_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
-            exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_bfloat16_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1361,160 +766,18 @@ def adamw_float16_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1522,47 +785,18 @@ def adamw_float16_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col")), block=128, matrices=15,
+        part=512, sums=(("max", (12,), (13,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
-            beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1598,155 +832,28 @@ def adamw_float16_6_tile(
 def adamw_float16_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
-            at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
-            beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.float32, "col"),
+        (10, tl.float32, "row"), (11, tl.float32, "col")), block=128, matrices=15, part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
-            exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float16_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1977,212 +1084,19 @@ def adamw_float32_amsgrad_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    row_max_for_max_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_max_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2190,55 +1104,19 @@ def adamw_float32_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 37, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -2413,186 +1291,35 @@ def adamw_float32_amsgrad_6_tile(
 def adamw_float32_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_row_top_ptr += top
-    max_exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, False)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2846,212 +1573,19 @@ def adamw_bfloat16_amsgrad_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    row_max_for_max_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_max_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3059,55 +1593,19 @@ def adamw_bfloat16_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 37, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -3161,186 +1659,35 @@ def adamw_bfloat16_amsgrad_6_tile(
 def adamw_bfloat16_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_row_top_ptr += top
-    max_exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, False)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3556,212 +1903,19 @@ def adamw_float16_amsgrad_2(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    row_max_for_max_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    col_max_for_max_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, False,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
-            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = exp_avg_sq_term
-        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
-        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
-        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
-            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
-            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-            scalar_4, scalar_5, True,
-        )
-        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
-        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
-        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
-        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
-        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
-    lane = tl.arange(0, 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3769,55 +1923,19 @@ def adamw_float16_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"), (8, tl.float32, "row"),
+        (11, tl.float32, "col"), (10, tl.float32, "col")), block=128, matrices=25, part=512,
+        sums=(("max", (20,), (21,)), ("max", (22,), (23,))),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_max_for_max_exp_avg_sq_row_top_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_max_for_max_exp_avg_sq_col_top_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_term_ptr = pointer(row + 37, tl.float32, False)
-    max_exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
-            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
-            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_amsgrad_2_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -3871,186 +1989,35 @@ def adamw_float16_amsgrad_6_tile(
 def adamw_float16_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_codes_ptr += top * eights + left // 8
-    exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_codes_ptr += top * eights + left // 8
-    max_exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_spread_ptr += matrix * columns + left
-    exp_avg_sq_row_top_ptr += top
-    exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_col_spread_ptr += matrix * columns + left
-    max_exp_avg_sq_row_top_ptr += top
-    max_exp_avg_sq_col_top_spread_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
-            at_row, lane, scalar_2, beta2_times_0p0625, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
-            exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
-            max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
-            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
-            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
-            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
-            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
-            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 28, ((1, None), (4, tl.int32, "eight"), (5, tl.float32, "row"), (7, tl.int32, "eight"),
+        (8, tl.float32, "row"), (11, tl.float32, "col"), (17, tl.float32, "row"), (19, tl.float32, "col"),
+        (10, tl.float32, "col"), (16, tl.float32, "row"), (18, tl.float32, "col")), block=128, matrices=25,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
-    exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
-    exp_avg_sq_col_top_spread_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_col_spread_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    max_exp_avg_sq_row_top_ptr = pointer(row + 16, tl.float32, False)  # float32 [rows]  read
-    max_exp_avg_sq_col_top_spread_ptr = pointer(row + 18, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
-            exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
-            max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_amsgrad_6_tile, SWEEP, (scalar_2, beta2_times_0p0625), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

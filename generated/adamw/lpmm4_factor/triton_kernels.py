@@ -24,6 +24,7 @@ from optgen.runtime.triton_prelude import (
     block_magnitude, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint, term, unpacked,
     widened,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -84,147 +85,26 @@ def adamw_float32_2_tile(
 def adamw_float32_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -426,125 +306,17 @@ def adamw_float32_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float32_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -552,43 +324,17 @@ def adamw_float32_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
-            live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -730,147 +476,26 @@ def adamw_bfloat16_2_tile(
 def adamw_bfloat16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -923,125 +548,17 @@ def adamw_bfloat16_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1049,43 +566,17 @@ def adamw_bfloat16_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
-            live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1235,147 +726,26 @@ def adamw_float16_2_tile(
 def adamw_float16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row")), matrices=15,
+        sums=(("sum", (13,), (14,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 6, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1426,125 +796,17 @@ def adamw_float16_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1552,43 +814,17 @@ def adamw_float16_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.float32, "row"), (5, tl.float32, "col"), (12, tl.float32, "row")), block=128, matrices=15,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_7_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
-            live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1759,147 +995,28 @@ def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
 def adamw_float32_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float32_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1973,162 +1090,25 @@ def adamw_float32_amsgrad_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_7(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (7, tl.float32, "col"),
+        (8, tl.float32, "row"), (15, tl.float32, "row")), matrices=26, sums=(("sum", (24,), (25,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_max_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr += top
-    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
-        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
-            True,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
-            True,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
-            True,
-        )
-        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, adamw_float32_amsgrad_7_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_float32_amsgrad_7_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    row_sum_for_max_exp_avg_sq_row_means_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_max_exp_avg_sq_col_factor_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    max_exp_avg_sq_least_ptr = pointer(row + 8, tl.float32, False)    # float32 [rows]  read
-    exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr = pointer(row + 15, tl.float32, False)  # float32 [rows]  read
-    max_exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
-            exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, at_row, at_col, live,
-            live, live, True,
-        )
-        put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
+def adamw_float32_amsgrad_7_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((4, tl.float32, "row"), (5, tl.float32, "col"), (6, tl.float32, "row"), (7, tl.float32, "col"),
+        (8, tl.float32, "row"), (15, tl.float32, "row")), matrices=26, sums=(("sum", (24,), (25,)),),
+    ),
+):
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float32_amsgrad_7_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2337,121 +1317,17 @@ def adamw_float32_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_min_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float32_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2459,42 +1335,17 @@ def adamw_float32_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float32_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float32_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2640,147 +1491,28 @@ def adamw_float32_amsgrad_vector(
 def adamw_bfloat16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_bfloat16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_bfloat16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2833,121 +1565,17 @@ def adamw_bfloat16_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_min_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_bfloat16_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2955,42 +1583,17 @@ def adamw_bfloat16_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_bfloat16_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_bfloat16_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3144,147 +1747,28 @@ def adamw_bfloat16_amsgrad_vector(
 def adamw_float16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, ALIGNED)      # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_sq_row_ptr += top
-    exp_avg_sq_col_ptr += matrix * columns + left
-    row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
-    exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term
-        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        live_col = lane < width - 512
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        live_col = lane < width - 768
-        live = live_row & live_col
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
-        )
-        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
-        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    """adamw: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((1, None), (4, tl.float32, "row"), (5, tl.float32, "col"), (9, tl.float32, "row")), matrices=26,
+        sums=(("sum", (22,), (23,)),),
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
-    row_sum_for_exp_avg_sq_row_means_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_sq_col_factor_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    exp_avg_sq_least_ptr = pointer(row + 9, tl.float32, False)        # float32 [rows]  read
-    exp_avg_sq_term_ptr = pointer(row + 38, tl.float32, False)
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        exp_avg_sq_term, = adamw_float16_2_tile(
-            g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
-            live, beta2, scalar_0, True,
-        )
-        put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(table, work, adamw_float16_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -3335,121 +1819,17 @@ def adamw_float16_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: 64 rows of 2048 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, ALIGNED)              # float32 [rows]  read
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 2048).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 2048
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 2048).to(tl.int32)
-    blocks = tl.cdiv(columns, 128)
-    eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 128 + tl.arange(0, 128)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * eights + left // 8
-    exp_avg_scale_ptr += top * blocks + left // 128
-    max_exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_col_ptr += matrix * columns + left
-    row_min_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    eight = block * 16 + tl.arange(0, 16)[None, None, :]
-    at_eight = at_row * eights.to(tl.int32) + eight
-    # Tiles without masks, then the others.
-    full = tl.where(width == 2048, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width)
-        live_eight = live_row & (eight * 8 < width)
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 512)
-        live_eight = live_row & (eight * 8 < width - 512)
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1024
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1024)
-        live_eight = live_row & (eight * 8 < width - 1024)
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
-        live_col = lane < width - 1536
-        live = live_row & live_col
-        live_block = live_row & (block * 128 < width - 1536)
-        live_eight = live_row & (eight * 8 < width - 1536)
-        adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
-            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
-            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            True,
-        )
+    """adamw: 64 rows of 2048 columns of a matrix."""
+    walk_panels(
+        table, work, adamw_float16_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3457,42 +1837,17 @@ def adamw_float16_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        39, 29, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (6, tl.float32, "row"), (7, tl.float32, "col"), (21, tl.float32, "row")), block=128, matrices=26,
+        part=512,
+    ),
 ):
-    """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
-    max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
-    row_min_ptr = pointer(row + 21, tl.float32, False)                # float32 [rows]  read
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 128)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 2))
-    for tile in range(first, end):
-        block = tile * 2 + tl.arange(0, 2)[:, None]
-        lane = block % per_row * 128 + tl.arange(0, 128)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eighth = block % per_row * 128 + tl.arange(0, 16)[None, :] * 8
-        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8
-        live_eight = live_block & (eighth < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        adamw_float16_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
-            row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
-        )
+    """adamw: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adamw_float16_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -41,103 +42,19 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float32_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -330,121 +247,25 @@ def came_float32_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float32_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float32_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -573,155 +394,32 @@ def came_float32_10_tile(
 def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -920,118 +618,31 @@ def came_float32_15_tile(
 def came_float32_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float32), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float32), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float32_15_tile(
-            p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, lr, one_minus_lr_times_weight_decay, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1047,103 +658,19 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_bfloat16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1164,121 +691,25 @@ def came_bfloat16_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_bfloat16_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1306,155 +737,32 @@ def came_bfloat16_10_tile(
 def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1483,118 +791,31 @@ def came_bfloat16_15_tile(
 def came_bfloat16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.bfloat16), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_bfloat16_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_bfloat16_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.bfloat16), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_bfloat16_15_tile(
-            p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, lr, one_minus_lr_times_weight_decay, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1610,103 +831,19 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1727,121 +864,25 @@ def came_float16_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float16_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1869,155 +910,32 @@ def came_float16_10_tile(
 def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2044,118 +962,31 @@ def came_float16_15_tile(
 def came_float16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float16), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float16_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_float16_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_float16_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_float16_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_float16_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float16), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float16_15_tile(
-            p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, lr, one_minus_lr_times_weight_decay, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -44,103 +45,19 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float32_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -333,121 +250,25 @@ def came_float32_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float32_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float32_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -601,196 +422,34 @@ def came_float32_10_tile(
 def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (11, tl.float32, "col"),
+        (17, tl.float32, "row")), block=64, matrices=29, counted=True, keys=("step", "stream"),
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
-            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (11, tl.float32, "col"),
+        (17, tl.float32, "row")), block=64, matrices=29, counted=True, keys=("step", "stream"),
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float32_10_tile(
-            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
-            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -997,243 +656,49 @@ def came_float32_15_tile(
 def came_float32_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), block=64, matrices=29,
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at,
-            at_block, at_row, lane, lr, one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane,
-            live, live_block, live_row, live_col, lr, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, lr, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, lr, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, lr, one_minus_lr_times_weight_decay, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), block=64, matrices=29,
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float32_15_tile(
-            p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float32_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(41, 31, ((1, None),), matrices=28, sums=(("square", (24,), (23,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1287,121 +752,25 @@ def came_float32_small_2(
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float32_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float32_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float32_small_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (10, tl.float32, "col"), (12, tl.float32, "row")), matrices=28,
+        sums=(("square", (25,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float32_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1464,155 +833,32 @@ def came_float32_small_10_tile(
 def came_float32_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((1, None), (2, tl.float32), (10, tl.float32, "col"), (16, tl.float32, "row")), matrices=28,
+        sums=(("square", (26,), (27,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float32_small_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1686,118 +932,32 @@ def came_float32_small_15_tile(
 def came_float32_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float32), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float32_small_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
-            one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_float32_small_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_float32_small_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
-            one_minus_lr_times_weight_decay, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float32_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 31, ((0, tl.float32), (2, tl.float32), (22, tl.float32, "row"), (20, tl.float32, "col")),
+        matrices=28,
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float32_small_15_tile(
-            p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, lr, one_minus_lr_times_weight_decay, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float32_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1813,103 +973,19 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(43, 33, ((1, None),), matrices=30, sums=(("square", (26,), (25,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 42, tl.float32, False)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_bfloat16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(43, 33, ((1, None),), matrices=30, sums=(("square", (26,), (25,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1978,121 +1054,25 @@ def came_bfloat16_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (12, tl.float32, "col"), (14, tl.float32, "row")), matrices=30,
+        sums=(("square", (27,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 27, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 27, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 42, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_bfloat16_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (12, tl.float32, "col"), (14, tl.float32, "row")), matrices=30,
+        sums=(("square", (27,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2180,196 +1160,34 @@ def came_bfloat16_10_tile(
 def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (12, tl.float32, "col"),
+        (18, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+        sums=(("square", (28,), (29,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 18, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
-            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (12, tl.float32, "col"),
+        (18, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+        sums=(("square", (28,), (29,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 18, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    row_mul_3_mul_term_ptr = pointer(row + 42, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_bfloat16_10_tile(
-            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
-            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2466,386 +1284,73 @@ def came_bfloat16_15_tile(
 def came_bfloat16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (24, tl.float32, "row"),
+        (22, tl.float32, "col")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_bfloat16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        came_bfloat16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        came_bfloat16_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (24, tl.float32, "row"),
+        (22, tl.float32, "col")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_bfloat16_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_bfloat16_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_bfloat16_small_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_bfloat16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2873,155 +1378,32 @@ def came_bfloat16_small_10_tile(
 def came_bfloat16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (3, tl.float32), (11, tl.float32, "col"), (17, tl.float32, "row")), matrices=29,
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (3, tl.float32), (11, tl.float32, "col"), (17, tl.float32, "row")), matrices=29,
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3063,146 +1445,32 @@ def came_bfloat16_small_15_tile(
 def came_bfloat16_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = tl.load(row + 37)
-    begin = tl.load(row + 35) * pace + tl.load(row + 36)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    padded = tl.where(columns == tl.load(row + 33), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row,
-            lane, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane,
-            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane,
-            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane,
-            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live,
-            live_row, live_col, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col,
-            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col,
-            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_bfloat16_small_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col,
-            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_bfloat16_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = tl.load(row + 37)
-    begin = tl.load(row + 35) * pace + tl.load(row + 36)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_bfloat16_small_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-            at_row, at_col, live, live, live, number, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_bfloat16_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -3218,103 +1486,19 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(43, 33, ((1, None),), matrices=30, sums=(("square", (26,), (25,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 42, tl.float32, False)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float16_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(43, 33, ((1, None),), matrices=30, sums=(("square", (26,), (25,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -3335,121 +1519,25 @@ def came_float16_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (12, tl.float32, "col"), (14, tl.float32, "row")), matrices=30,
+        sums=(("square", (27,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 27, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 27, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 42, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float16_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (12, tl.float32, "col"), (14, tl.float32, "row")), matrices=30,
+        sums=(("square", (27,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -3502,196 +1590,34 @@ def came_float16_10_tile(
 def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (12, tl.float32, "col"),
+        (18, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+        sums=(("square", (28,), (29,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 18, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
-            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
-            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
-            at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (12, tl.float32, "col"),
+        (18, tl.float32, "row")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+        sums=(("square", (28,), (29,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 18, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    row_mul_3_mul_term_ptr = pointer(row + 42, tl.float32, False)
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float16_10_tile(
-            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
-            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3756,386 +1682,73 @@ def came_float16_15_tile(
 def came_float16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (24, tl.float32, "row"),
+        (22, tl.float32, "col")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    rows = tl.load(row + 31)
-    columns = tl.load(row + 32)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_codes_ptr += top * columns + left
-    exp_avg_scale_ptr += top * blocks + left // 64
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        came_float16_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        came_float16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        came_float16_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        came_float16_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        came_float16_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        43, 33, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (24, tl.float32, "row"),
+        (22, tl.float32, "col")), block=64, matrices=30, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 43 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 35).to(tl.int32)
-    pace = (tl.load(row + 38) + 63) // 64 * 64
-    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
-    height = tl.load(row + 31)
-    width = tl.load(row + 32)
-    numel = tl.load(row + 33)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 34)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float16_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
-        g_mul_term_0 = g_mul_term * g_mul_term
-        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
-        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
-        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
+def came_float16_small_1_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(42, 32, ((1, None),), matrices=29, sums=(("square", (25,), (24,)),)),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    one_over_sqrt_row_div_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = came_float16_6_tile(
-            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
-            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_sum_term, = came_float16_6_tile(
-            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
-            live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def came_float16_small_6_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (11, tl.float32, "col"), (13, tl.float32, "row")), matrices=29,
+        sums=(("square", (26,), ()),),
+    ),
+):
+    """came: tiles of a tensor of any shape."""
+    walk_any(table, work, came_float16_6_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -4163,155 +1776,32 @@ def came_float16_small_10_tile(
 def came_float16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (3, tl.float32), (11, tl.float32, "col"), (17, tl.float32, "row")), matrices=29,
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    row_mul_3_ptr += top
-    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
-    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
-        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
-            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
-        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((1, None), (3, tl.float32), (11, tl.float32, "col"), (17, tl.float32, "row")), matrices=29,
+        sums=(("square", (27,), (28,)),),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
-    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        row_mul_3_mul_term, = came_float16_small_10_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
-            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_small_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4369,146 +1859,32 @@ def came_float16_small_15_tile(
 def came_float16_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = tl.load(row + 37)
-    begin = tl.load(row + 35) * pace + tl.load(row + 36)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
-    one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    padded = tl.where(columns == tl.load(row + 33), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        came_float16_small_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row,
-            lane, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane,
-            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane,
-            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane,
-            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        came_float16_small_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live,
-            live_row, live_col, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key,
-            stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col,
-            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col,
-            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        came_float16_small_15_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col,
-            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
+    """came: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, came_float16_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 32, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (23, tl.float32, "row"),
+        (21, tl.float32, "col")), matrices=29, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = tl.load(row + 37)
-    begin = tl.load(row + 35) * pace + tl.load(row + 36)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        came_float16_small_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-            at_row, at_col, live, live, live, number, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
-            True,
-        )
+    """came: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, came_float16_small_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit

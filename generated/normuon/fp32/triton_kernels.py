@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -69,83 +70,19 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(27, 17, ((4, tl.bfloat16),), matrices=14, sums=(("square", (12,), ()),)),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_3_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(27, 17, ((4, tl.bfloat16),), matrices=14, sums=(("square", (12,), ()),)),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -216,115 +153,23 @@ def normuon_float32_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((4, tl.bfloat16), (6, tl.float32, "row")), matrices=14, sums=(("square", (13,), ()),),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    one_over_sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_5_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((4, tl.bfloat16), (6, tl.float32, "row")), matrices=14, sums=(("square", (13,), ()),),
+    ),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -469,104 +314,29 @@ def normuon_float32_10_tile(
 def normuon_float32_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float32), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
-            one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
-            live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float32), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -626,104 +396,29 @@ def normuon_bfloat16_10_tile(
 def normuon_bfloat16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.bfloat16), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
-            one_minus_lr_times_weight_decay, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
-            live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_bfloat16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.bfloat16), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        normuon_bfloat16_10_tile(
-            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_bfloat16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -781,104 +476,29 @@ def normuon_float16_10_tile(
 def normuon_float16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float16), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
-            one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
-            live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float16), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        normuon_float16_10_tile(
-            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

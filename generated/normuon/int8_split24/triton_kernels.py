@@ -23,6 +23,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -98,83 +99,19 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(28, 18, ((5, tl.bfloat16),), matrices=15, sums=(("square", (13,), ()),)),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_3_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(28, 18, ((5, tl.bfloat16),), matrices=15, sums=(("square", (13,), ()),)),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -245,115 +182,23 @@ def normuon_float32_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((5, tl.bfloat16), (7, tl.float32, "row")), matrices=15, sums=(("square", (14,), ()),),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    direction_ptr += top * columns + left
-    one_over_sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_5_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((5, tl.bfloat16), (7, tl.float32, "row")), matrices=15, sums=(("square", (14,), ()),),
+    ),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -498,104 +343,29 @@ def normuon_float32_10_tile(
 def normuon_float32_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
-            one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
-            live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float32), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -633,83 +403,19 @@ def normuon_float32_small_1(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(27, 17, ((4, tl.bfloat16),), matrices=14, sums=(("square", (12,), ()),)),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_small_3_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(27, 17, ((4, tl.bfloat16),), matrices=14, sums=(("square", (12,), ()),)),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -736,115 +442,23 @@ def normuon_float32_small_4(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((4, tl.bfloat16), (6, tl.float32, "row")), matrices=14, sums=(("square", (13,), ()),),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    one_over_sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_float32_small_5_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((4, tl.bfloat16), (6, tl.float32, "row")), matrices=14, sums=(("square", (13,), ()),),
+    ),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -891,104 +505,30 @@ def normuon_float32_small_6(
 def normuon_float32_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float32), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
-            one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            at, at_row, one_minus_lr_times_weight_decay, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
-            live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
-            live, live_row, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        27, 17, ((0, tl.float32), (4, tl.bfloat16), (11, tl.float32, "row")), matrices=14,
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float32_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1052,83 +592,19 @@ def normuon_bfloat16_1(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(29, 19, ((6, tl.bfloat16),), matrices=16, sums=(("square", (14,), ()),)),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 16)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    numel = tl.load(row + 19)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_bfloat16_3_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(29, 19, ((6, tl.bfloat16),), matrices=16, sums=(("square", (14,), ()),)),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_3_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1155,115 +631,23 @@ def normuon_bfloat16_4(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((6, tl.bfloat16), (8, tl.float32, "row")), matrices=16, sums=(("square", (15,), ()),),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 15, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 16)) + top
-    direction_ptr += top * columns + left
-    one_over_sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
-            at_row, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
-            live_row, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 15, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term, = normuon_float32_5_tile(
-            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+def normuon_bfloat16_5_flat(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((6, tl.bfloat16), (8, tl.float32, "row")), matrices=16, sums=(("square", (15,), ()),),
+    ),
+):
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(table, work, normuon_float32_5_tile, SWEEP, (), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1343,126 +727,31 @@ def normuon_bfloat16_10_tile(
 def normuon_bfloat16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((0, tl.bfloat16), (2, tl.uint8), (6, tl.bfloat16), (13, tl.float32, "row")), matrices=16,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_bfloat16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((0, tl.bfloat16), (2, tl.uint8), (6, tl.bfloat16), (13, tl.float32, "row")), matrices=16,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 20)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        normuon_bfloat16_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_bfloat16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1534,126 +823,32 @@ def normuon_bfloat16_small_10_tile(
 def normuon_bfloat16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (2, tl.uint8), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_bfloat16_small_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_bfloat16_small_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.bfloat16), (2, tl.uint8), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        normuon_bfloat16_small_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_bfloat16_small_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1767,126 +962,31 @@ def normuon_float16_10_tile(
 def normuon_float16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((0, tl.float16), (2, tl.uint8), (6, tl.bfloat16), (13, tl.float32, "row")), matrices=16,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float16_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float16_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        29, 19, ((0, tl.float16), (2, tl.uint8), (6, tl.bfloat16), (13, tl.float32, "row")), matrices=16,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 20)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        normuon_float16_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float16_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1974,126 +1074,32 @@ def normuon_float16_small_10_tile(
 def normuon_float16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (2, tl.uint8), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    direction_ptr += top * columns + left
-    row_mul_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        normuon_float16_small_10_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, normuon_float16_small_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        28, 18, ((0, tl.float16), (2, tl.uint8), (5, tl.bfloat16), (12, tl.float32, "row")), matrices=15,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        normuon_float16_small_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
-            one_minus_lr_times_weight_decay, step_key, stream_key, True,
-        )
+    """normuon: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, normuon_float16_small_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit

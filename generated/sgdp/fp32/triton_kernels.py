@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -43,169 +44,32 @@ def sgdp_float32_1_tile(
 def sgdp_float32_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -462,112 +326,25 @@ def sgdp_float32_7_tile(
 def sgdp_float32_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float32_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float32_7_tile(
-            p_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at,
-            at_row, live, live, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float32_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -594,169 +371,32 @@ def sgdp_bfloat16_1_tile(
 def sgdp_bfloat16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -974,112 +614,25 @@ def sgdp_bfloat16_7_tile(
 def sgdp_bfloat16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_bfloat16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_bfloat16_7_tile(
-            p_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_row, live, live, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_bfloat16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1106,169 +659,32 @@ def sgdp_float16_1_tile(
 def sgdp_float16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1297,112 +713,25 @@ def sgdp_float16_7_tile(
 def sgdp_float16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float16_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float16_7_tile(
-            p_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_row, live, live, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1540,169 +869,32 @@ def sgdp_float32_nesterov_1_tile(
 def sgdp_float32_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1738,98 +930,17 @@ def sgdp_float32_nesterov_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr,
-            False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1837,29 +948,17 @@ def sgdp_float32_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -1885,169 +984,32 @@ def sgdp_bfloat16_nesterov_1_tile(
 def sgdp_bfloat16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 23, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 23, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2267,98 +1229,17 @@ def sgdp_bfloat16_nesterov_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2366,29 +1247,17 @@ def sgdp_bfloat16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -2414,169 +1283,32 @@ def sgdp_float16_nesterov_1_tile(
 def sgdp_float16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 23, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 23, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2614,98 +1346,17 @@ def sgdp_float16_nesterov_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
-            at_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2713,29 +1364,17 @@ def sgdp_float16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit

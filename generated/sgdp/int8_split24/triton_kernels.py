@@ -21,6 +21,7 @@ from optgen.runtime.triton_prelude import (
     apart, block_magnitude, byte, counter, down, fold, get, joined, minus, pointer, put, reciprocal, rotl,
     rounded, term, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -70,206 +71,34 @@ def sgdp_float32_1_tile(
 def sgdp_float32_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=25,
+        counted=True, keys=("step", "stream"),
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 29), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block,
-            before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
-            stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block,
-            before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
-            stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=25,
+        counted=True, keys=("step", "stream"),
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, number,
-            momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -534,134 +363,25 @@ def sgdp_float32_7_tile(
 def sgdp_float32_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), block=64, matrices=25,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_codes_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_codes_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
-        )
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_codes_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
-            True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_codes_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
-            True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_codes_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
-            True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_codes_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
-            True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float32_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), block=64, matrices=25,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        at_row = at // width
-        sgdp_float32_7_tile(
-            p_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live, live_block, live, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float32_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -686,169 +406,32 @@ def sgdp_float32_small_1_tile(
 def sgdp_float32_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -944,112 +527,25 @@ def sgdp_float32_small_7_tile(
 def sgdp_float32_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
-        )
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float32_small_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float32_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float32_small_7_tile(
-            p_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at,
-            at_row, live, live, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float32_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1103,209 +599,34 @@ def sgdp_bfloat16_1_tile(
 def sgdp_bfloat16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26, counted=True, keys=("step", "stream"),
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at, at_block, before + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            live, live_block, before + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26, counted=True, keys=("step", "stream"),
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
-            live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1542,158 +863,25 @@ def sgdp_bfloat16_7_tile(
 def sgdp_bfloat16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), block=64, matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_bfloat16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_bfloat16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), block=64, matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        sgdp_bfloat16_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, block,
-            at_row, live, live_block, live, number, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_bfloat16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -1722,173 +910,32 @@ def sgdp_bfloat16_small_1_tile(
 def sgdp_bfloat16_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, at, momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, momentum,
-            one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2002,134 +1049,25 @@ def sgdp_bfloat16_small_7_tile(
 def sgdp_bfloat16_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 29), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_bfloat16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_bfloat16_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        sgdp_bfloat16_small_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_row, live, live, number, minus_lr, step_key,
-            stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_bfloat16_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2190,209 +1128,34 @@ def sgdp_float16_1_tile(
 def sgdp_float16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26, counted=True, keys=("step", "stream"),
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at, at_block, before + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            live, live_block, before + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26, counted=True, keys=("step", "stream"),
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
-            live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2458,158 +1221,25 @@ def sgdp_float16_7_tile(
 def sgdp_float16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), block=64, matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
-            step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_float16_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
-            minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (20, tl.float32, "one"),
+        (21, tl.float32, "row")), block=64, matrices=26, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        sgdp_float16_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, block,
-            at_row, live, live_block, live, number, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float16_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -2645,173 +1275,32 @@ def sgdp_float16_small_1_tile(
 def sgdp_float16_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_momentum_buffer_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, at, momentum, one_minus_dampening_times_grad_scale, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, live, momentum, one_minus_dampening_times_grad_scale, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read and written
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_momentum_buffer_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, momentum,
-            one_minus_dampening_times_grad_scale, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_small_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2870,134 +1359,25 @@ def sgdp_float16_small_7_tile(
 def sgdp_float16_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 29), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, at, at_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
-            at_row, live, live_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float16_small_7_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(table, work, sgdp_float16_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, ROWS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        sgdp_float16_small_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_row, live, live, number, minus_lr, step_key,
-            stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(table, work, sgdp_float16_small_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES)
 
 
 @triton.jit
@@ -3401,188 +1781,32 @@ def sgdp_float32_nesterov_1_tile(
 def sgdp_float32_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block, grad_scale,
-            momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block, grad_scale,
-            momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live, live_block,
-            grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3643,120 +1867,16 @@ def sgdp_float32_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), block=64, matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 29), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
-            live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3764,42 +1884,16 @@ def sgdp_float32_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), block=64, matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        sgdp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
-            stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -3823,169 +1917,32 @@ def sgdp_float32_nesterov_small_1_tile(
 def sgdp_float32_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, ALIGNED)         # float32 [partial results]  written
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    row_sum_of_p_ptr += number % panels * (rows * tl.load(row + 24)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
-            grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
-            grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32)), matrices=24,
+        sums=(("product", (20,), ()), ("square", (21,), ()), ("square", (22,), ()), ("product", (23,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_p_ptr = pointer(row + 23, tl.float32, False)           # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 36, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4021,98 +1978,17 @@ def sgdp_float32_nesterov_small_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_p_over_row_mul_3_2_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr,
-            False,
-        )
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
-            live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
-            minus_lr, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float32_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4120,29 +1996,17 @@ def sgdp_float32_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
+        matrices=24,
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)  # float32 [1]  read
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 25)
-    width = tl.load(row + 26)
-    numel = tl.load(row + 27)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        sgdp_float32_nesterov_small_7_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float32_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -4177,191 +2041,34 @@ def sgdp_bfloat16_nesterov_1_tile(
 def sgdp_bfloat16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
-            live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4609,122 +2316,17 @@ def sgdp_bfloat16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), block=64, matrices=26, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4732,43 +2334,17 @@ def sgdp_bfloat16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), block=64, matrices=26, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        sgdp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
-            stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -4796,173 +2372,32 @@ def sgdp_bfloat16_nesterov_small_1_tile(
 def sgdp_bfloat16_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, at, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum,
-            scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5084,113 +2519,17 @@ def sgdp_bfloat16_nesterov_small_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 29), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_bfloat16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5198,36 +2537,17 @@ def sgdp_bfloat16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        sgdp_bfloat16_nesterov_small_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key,
-            True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_bfloat16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -5269,191 +2589,34 @@ def sgdp_float16_nesterov_1_tile(
 def sgdp_float16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 26)) + top
-    at_block = at_row * blocks.to(tl.int32) + block
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        matrices=26,
+        sums=(("product", (22,), ()), ("square", (23,), ()), ("square", (24,), ()), ("product", (25,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
-    row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 25, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 40, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
-            live_block, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5537,122 +2700,17 @@ def sgdp_float16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), block=64, matrices=26, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 30), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        sgdp_float16_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
-            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5660,43 +2718,17 @@ def sgdp_float16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        42, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (20, tl.float32, "one"), (21, tl.float32, "row")), block=64, matrices=26, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    height = tl.load(row + 27)
-    width = tl.load(row + 28)
-    numel = tl.load(row + 29)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 30)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        sgdp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
-            stream_key, True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5731,173 +2763,32 @@ def sgdp_float16_nesterov_small_1_tile(
 def sgdp_float16_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_for_invariant_3_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    row_sum_of_update_ptr += number % panels * (rows * tl.load(row + 25)) + top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, at, grad_scale, momentum_times_momentum, scalar_1, False,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
-            False,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
-        )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
-        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
-        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
-        live_col = lane < width - 256
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
-            True,
-        )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
-        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
-        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), matrices=25,
+        sums=(("product", (21,), ()), ("square", (22,), ()), ("square", (23,), ()), ("product", (24,), ())),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read
-    row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
-    row_sum_for_invariant_3_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
-    row_sum_term_ptr = pointer(row + 37, tl.float32, False)
-    row_sum_2_term_ptr = pointer(row + 38, tl.float32, False)
-    row_sum_3_term_ptr = pointer(row + 39, tl.float32, False)
-    row_sum_4_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum,
-            scalar_1, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_small_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -5966,113 +2857,17 @@ def sgdp_float16_nesterov_small_7(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
-    row_sum_of_update_over_row_mul_3_2_ptr += top
-    padded = tl.where(columns == tl.load(row + 29), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
-            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
-        )
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 256
-        live = live_row & live_col
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 512
-        live = live_row & live_col
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
-        live_col = lane < width - 768
-        live = live_row & live_col
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
-            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
-        )
+    """sgdp: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sgdp_float16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
+        ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6080,36 +2875,17 @@ def sgdp_float16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
+        (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdp: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, False)         # float32 [n]  read and written
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = tl.load(row + 33)
-    begin = tl.load(row + 31) * pace + tl.load(row + 32)
-    height = tl.load(row + 26)
-    width = tl.load(row + 27)
-    numel = tl.load(row + 28)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 29)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        sgdp_float16_nesterov_small_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live, number, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key,
-            True,
-        )
+    """sgdp: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sgdp_float16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, larger, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -49,156 +50,32 @@ def sm3_float32_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float32_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 20, tl.float32, False)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float32_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
-            grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float32_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -288,156 +165,32 @@ def sm3_bfloat16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_bfloat16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 20, tl.float32, False)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
-            grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_bfloat16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -468,156 +221,32 @@ def sm3_float16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 20, tl.float32, False)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float16_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
-            grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -760,134 +389,17 @@ def sm3_float32_has_momentum_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -896,35 +408,17 @@ def sm3_float32_has_momentum_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
-            live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -985,134 +479,17 @@ def sm3_bfloat16_has_momentum_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1121,35 +498,17 @@ def sm3_bfloat16_has_momentum_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
-            live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1187,134 +546,17 @@ def sm3_float16_has_momentum_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1323,35 +565,17 @@ def sm3_float16_has_momentum_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
-            live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger,
-    pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, pointer, put,
+    reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
 from optgen.runtime.triton_walk import Sweep, walk
 
 
@@ -52,156 +53,32 @@ def sm3_float32_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
-            at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float32_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        21, 11, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col")), matrices=8,
+        sums=(("max", (6,), (7,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 6, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 20, tl.float32, False)
-    height = tl.load(row + 9)
-    width = tl.load(row + 10)
-    numel = tl.load(row + 11)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float32_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
-            grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float32_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -304,178 +181,32 @@ def sm3_bfloat16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col")),
+        matrices=9, counted=True, keys=("step", "stream"), sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    padded = tl.where(columns == tl.load(row + 13), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, at, at_row, lane,
-            before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
-            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
-            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
-            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, live, live_row, live_col,
-            before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
-            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
-            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
-            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_bfloat16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col")),
+        matrices=9, counted=True, keys=("step", "stream"), sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_bfloat16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live,
-            live, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_bfloat16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -558,178 +289,32 @@ def sm3_float16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col")),
+        matrices=9, counted=True, keys=("step", "stream"), sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    padded = tl.where(columns == tl.load(row + 13), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, at, at_row, lane,
-            before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
-            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
-            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
-            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, live, live_row, live_col,
-            before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
-            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
-            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float16_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
-            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col")),
+        matrices=9, counted=True, keys=("step", "stream"), sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 13)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live,
-            live, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float16_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1187,155 +772,17 @@ def sm3_float32_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=10, counted=True, keys=("step", "stream"),
+        sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 14), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
-            at_row, lane, live, live_block, live_row, live_col, before + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1343,48 +790,17 @@ def sm3_float32_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, matrices=10, counted=True, keys=("step", "stream"),
+        sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, False)     # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    total_term_ptr = pointer(row + 22, tl.float32, False)
-    height = tl.load(row + 11)
-    width = tl.load(row + 12)
-    numel = tl.load(row + 13)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 14)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float32_has_momentum_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
-            momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
-            True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1441,134 +857,17 @@ def sm3_float32_has_momentum_small_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
-            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
-            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float32_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1577,35 +876,17 @@ def sm3_float32_has_momentum_small_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
+        matrices=9, sums=(("max", (7,), (8,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 7, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    total_term_ptr = pointer(row + 21, tl.float32, False)
-    height = tl.load(row + 10)
-    width = tl.load(row + 11)
-    numel = tl.load(row + 12)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float32_has_momentum_small_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
-            live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float32_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1695,164 +976,17 @@ def sm3_bfloat16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        24, 14, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=11, counted=True, keys=("step", "stream"),
+        sums=(("max", (9,), (10,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)    # float32 [partial results]  written
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 15), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1860,49 +994,17 @@ def sm3_bfloat16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        24, 14, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=11, counted=True, keys=("step", "stream"),
+        sums=(("max", (9,), (10,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, False)     # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 10, tl.float32, False)      # float32 [partial results]  written
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    total_term_ptr = pointer(row + 23, tl.float32, False)
-    height = tl.load(row + 12)
-    width = tl.load(row + 13)
-    numel = tl.load(row + 14)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 15)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
-            momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
-            True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -1980,149 +1082,17 @@ def sm3_bfloat16_has_momentum_small_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    padded = tl.where(columns == tl.load(row + 14), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
-            lane, at, at_row, lane, before + (start + at_row) * padded, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
-            at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
-            at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
-            at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
-            lane, live, live_row, live_col, before + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
-            at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
-            at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
-            at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_bfloat16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2131,42 +1101,17 @@ def sm3_bfloat16_has_momentum_small_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    total_term_ptr = pointer(row + 22, tl.float32, False)
-    height = tl.load(row + 11)
-    width = tl.load(row + 12)
-    numel = tl.load(row + 13)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 14)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
-            at_col, live, live, live, number, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_bfloat16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2272,164 +1217,17 @@ def sm3_float16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        24, 14, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=11, counted=True, keys=("step", "stream"),
+        sums=(("max", (9,), (10,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)    # float32 [partial results]  written
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 4)[None, :, None]
-    lane = block * 64 + tl.arange(0, 64)[None, None, :]
-    at_row = tl.arange(0, ROWS)[:, None, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_codes_ptr += top * columns + left
-    momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 15), pace, blocks * 64).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7,
-            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-            stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
-            momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 256)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256,
-            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 512)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512,
-            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        live_block = live_row & (block * 64 < width - 768)
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768,
-            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2437,49 +1235,17 @@ def sm3_float16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        24, 14, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, matrices=11, counted=True, keys=("step", "stream"),
+        sums=(("max", (9,), (10,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, False)     # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, False)     # int16 [blocks of 64]  read and written
-    accumulator_row_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 10, tl.float32, False)      # float32 [partial results]  written
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    total_term_ptr = pointer(row + 23, tl.float32, False)
-    height = tl.load(row + 12)
-    width = tl.load(row + 13)
-    numel = tl.load(row + 14)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 15)
-    per_row = tl.cdiv(columns, 64)
-    blocks = numel // columns * per_row
-    end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
-    for tile in range(first, end):
-        block = tile * 4 + tl.arange(0, 4)[:, None]
-        lane = block % per_row * 64 + tl.arange(0, 64)[None, :]
-        at = block // per_row * columns + lane
-        live_block = block < blocks
-        live = live_block & (lane < columns)
-        eights = begin + block // per_row * pace + (lane & -8)
-        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float16_has_momentum_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
-            momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
-            True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -2548,149 +1314,17 @@ def sm3_float16_has_momentum_small_1(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 256)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    p_ptr += top * columns + left
-    g_ptr += top * columns + left
-    weight_low_ptr += top * columns + left
-    accumulator_row_ptr += top
-    accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
-    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    padded = tl.where(columns == tl.load(row + 14), pace, columns).to(tl.int32)
-    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
-    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
-            lane, at, at_row, lane, before + (start + at_row) * padded, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-            step_key, stream_key, False,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
-            at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
-            at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
-            at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
-            lane, live, live_row, live_col, before + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_0 = total_term
-        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 256
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
-            at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_1 = total_term
-        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 512
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
-            at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_0 = larger(total_term_0, total_term)
-        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        live_col = lane < width - 768
-        live = live_row & live_col
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
-            at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-        )
-        total_term_1 = larger(total_term_1, total_term)
-        total_term_0 = larger(total_term_0, total_term_1)
-        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
-    lane = tl.arange(0, 256)
-    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
-    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
-    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
-    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
+    """sm3: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, sm3_float16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2699,42 +1333,17 @@ def sm3_float16_has_momentum_small_1_flat(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(
+        23, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
+        (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
+    ),
 ):
-    """sm3: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
-    accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.float32, False)         # float32 [n]  read and written
-    accumulator_row_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
-    accumulator_col_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    total_term_ptr = pointer(row + 22, tl.float32, False)
-    height = tl.load(row + 11)
-    width = tl.load(row + 12)
-    numel = tl.load(row + 13)
-    first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 14)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        number = (begin + at // columns * pace + at % columns).to(tl.int32)
-        at_row = at // width
-        at_mat = at // (height * width)
-        at_col = at_mat * width + at % width
-        total_term, = sm3_float16_has_momentum_small_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
-            at_col, live, live, live, number, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-            step_key, stream_key, True,
-        )
-        put(total_term_ptr, at, total_term, live, True)
+    """sm3: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, sm3_float16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES,
+    )
 
 
 @triton.jit
