@@ -388,10 +388,14 @@ def _call(
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the kernel's last arguments as `controlled` takes them; defaults too, of which Triton 3.6
     makes constants only if they are numbers."""
+    import triton
     import triton.language as tl
 
     names, defaults = kernel.arg_names, kernel.fn.__defaults__ or ()
     given = {**dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)), **constants}
     taken = names[len(names) - len(given) :]
     assert set(taken) == set(given), (names, constants)
-    return tuple(tl.constexpr(given[name]) for name in taken)
+    # The interpreter hands a constant on as it is: a record that is one has no fields of its own.
+    plain = not isinstance(kernel, triton.JITFunction)
+    found = (given[name] for name in taken)
+    return tuple(value if plain and hasattr(value, "cache_key") else tl.constexpr(value) for value in found)
