@@ -730,7 +730,7 @@ def test_kernels_that_follow_the_shape_or_the_step_pass(
 
 @pytest.mark.slow
 def test_a_kernel_that_cannot_run_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
-    folder = broken(tmp_path, "lion", "fp32", "numel = tl.load", "numel = no_such_name + tl.load")
+    folder = broken(tmp_path, "lion", "fp32", r"update = sign\(", "update = no_such_name + sign(")
     given = ["--only", "correctness", "--kernels", "lion.fp32.float32"]
     done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -740,12 +740,12 @@ def test_a_kernel_that_cannot_run_fails(tmp_path: Path, interpreter: dict[str, s
 @pytest.mark.slow
 def test_wrong_rounding_of_codes_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
     """A code that is one off is within the bound of every single element: only counting finds it."""
-    folder = broken(tmp_path, "lion", "int8_split24", *store("exp_avg", r"(\1) ^ 1", r"rounded\(.+\)"))
+    folder = broken(tmp_path, "lion", "int8_split24", *store("exp_avg_codes", r"(\1) ^ 1", r"rounded\(.+\)"))
     given = ["--only", "correctness", "--kernels", "lion.int8_split24.float32"]
     done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
     assert done.returncode == 1, done.stdout + done.stderr
     problems = " ".join(report_in(tmp_path)["correctness"]["failed"][0]["problems"])
-    assert re.search(r"exp_avg: \d+ of \d+ codes differ", problems)
+    assert re.search(r"exp_avg_codes: \d+ of \d+ codes differ", problems)
 
 
 @pytest.mark.slow
@@ -754,7 +754,7 @@ def test_quantized_kernels_and_a_huge_tensor_pass(tmp_path: Path, interpreter: d
     done = dry_run(tmp_path, *given, environment=interpreter)
     assert done.returncode == 0, done.stdout + done.stderr
     (outcome, huge) = report_in(tmp_path)["correctness"]["outcomes"]
-    assert set(outcome["codes"]) == {"weight_low", "exp_avg", "exp_avg_scale"}
+    assert set(outcome["codes"]) == {"weight_low", "exp_avg_codes", "exp_avg_scale"}
     assert "elements" in huge["case"]
 
 
