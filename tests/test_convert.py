@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from optgen import cast_model, load_checkpoint, save_checkpoint
 from optgen.base.errors import UserError
+from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import CAME, SGD, AdamW
-from optgen.runtime import foreign
+from optgen.runtime import reader
 
 SHAPES = {"w": (70, 64), "b": (7,)}
 
@@ -467,7 +468,21 @@ def test_momentum_of_bitsandbytes_sgd() -> None:
     momentum = torch.randn(70, 64)
     opt.load_state_dict({"state": {0: {"step": 2, "state1": momentum}}, "param_groups": [{"params": [0], "lr": 0.1}]})
     assert torch.equal(opt.state[p]["momentum_buffer"], momentum)
-    assert foreign.dense({foreign.BNB: {"state1": momentum}}, ("m",), (70, 64)) == {"m": momentum}
+    assert packages.dense({packages.BNB: {"state1": momentum}}, ("m",), (70, 64)) == {"m": momentum}
+
+
+def test_optgen_s_own_checkpoints_need_no_reader_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime imports nothing of the room of conversions until a state dict is not its own."""
+    monkeypatch.setitem(sys.modules, reader.MODULE, None)
+    model = Net()
+    opt = AdamW(model.named_parameters(), plan="int8")
+    train(opt, range(2))
+    before = states(opt)
+    opt.load_state_dict(opt.state_dict())
+    assert states(opt) == before
+    with pytest.raises(ImportError, match=reader.MODULE):
+        opt.load_state_dict(opt.dense_state_dict())
+    assert states(opt) == before
 
 
 # -- the commands ----------------------------------------------------------------------------------------------
@@ -657,7 +672,7 @@ def test_codes_of_other_packages_stay(tmp_path: Path, package: Callable[[], Any]
     load_checkpoint(tmp_path / "o.pt", other)
     assert states(other) == states(opt)
     for p, q in zip((p for g in opt.param_groups for p in g["params"]), theirs.param_groups[0]["params"], strict=True):
-        kept = foreign.codes(theirs.state[q], ("exp_avg", "exp_avg_sq"))
+        kept = packages.codes(theirs.state[q], ("exp_avg", "exp_avg_sq"))
         assert len(kept) == 2
         for name, (codes, scale) in kept.items():
             assert torch.equal(opt.state[p][f"{name}_codes"].flatten(), codes)

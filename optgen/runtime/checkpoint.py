@@ -6,7 +6,7 @@ only then hands back what the optimizer takes over: an error leaves the optimize
 
 Three kinds of per-parameter state are understood: the fields of the parameter's own variant, copied bit for
 bit; the dense tensors of torch.optim under the states' names, encoded on the way in; and what a few other
-packages keep (see foreign.py), made dense first.
+packages keep (see `optgen.convert`), made dense first.
 
 A group says in which version of this format its states are, under "format"; `MIGRATIONS` bring older ones up.
 """
@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import blocks, foreign, keys, layout, low_bits, options, overrides, plans, sharding, state
+from optgen.runtime import blocks, keys, layout, low_bits, options, overrides, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
+from optgen.runtime.reader import reader
 from optgen.runtime.records import Field, Variant, as_float, in_blocks
 from optgen.runtime.warn import warn
 
@@ -697,8 +698,8 @@ def _load_one(
     try:
         plan_name, plan, variant = select(cls, group, p, label)
         errors = None if own else found.get("error_bits")
-        codes = {} if own else foreign.codes(found, variant.states)
-        found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
+        codes = {} if own else reader().codes(found, variant.states)
+        found = found if own else reader().dense(found, variant.states, tuple(p.shape))
         variant = held(cls, group, p, label, variant, found)
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
@@ -712,7 +713,7 @@ def _load_one(
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
             errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
-        exact = foreign.weight({"error_bits": errors}, p, group.get("master_bytewidth"))
+        exact = None if own else reader().weight({"error_bits": errors}, p, group.get("master_bytewidth"))
     except ValueError as error:
         misfits.add(f"{where}: {error}")
         return None

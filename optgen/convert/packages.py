@@ -1,6 +1,6 @@
-"""What other packages' optimizers keep for a parameter, read as the dense fp32 states that torch.optim would have.
+"""The states of other packages' optimizers, read as the dense fp32 states of torch.optim.
 
-Recognised by its keys, decoded by the layouts that the packages document; none of them is imported.
+They are recognised by their keys and decoded by the layouts that the packages document. No package is imported.
 
 - bitsandbytes: `state1`, `state2` (codes of the parameter's shape), a table of values per state (`qmap1`) and the
   largest magnitude of each run of 256 or 2048 elements (`absmax1`); small tensors as floats.
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 BNB = "__bnb_optimizer_quant_state__"
-"""Under this key recent versions of bitsandbytes nest what belongs to a quantized state."""
+"""The key under which recent versions of bitsandbytes nest the parts of a quantized state."""
 
 RUNS = (256, 2048)
-"""Elements per `absmax` in bitsandbytes, now and before 0.45."""
+"""The elements per `absmax` in bitsandbytes, now and before 0.45."""
 
 GROUP = 32
-"""Elements per scale in flashoptim."""
+"""The elements per scale in flashoptim."""
 
 ROOTS = frozenset({"exp_avg_sq"})
-"""States that flashoptim stores as unsigned roots; all others signed and companded."""
+"""The states that flashoptim stores as unsigned roots. All others are signed and companded."""
 
 
 def dense(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[int, ...]) -> dict[str, Any]:
-    """The entry itself, or what a foreign one means: fp32 tensors under the names of `states`, and the rest of it.
+    """Return an entry with its states as fp32 tensors under the names of `states`; other keys stay.
 
-    ValueError where it is foreign and cannot be read.
+    Raises ValueError for an entry of another package that cannot be read.
     """
     if BNB in entry or "state1" in entry:
         return _bitsandbytes(entry, states, shape)
@@ -42,9 +42,9 @@ def dense(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[int, ...
 
 
 def codes(entry: Mapping[str, Any], states: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(codes, scales) of the states that bitsandbytes or torchao keep in 8 or 4 bits, both flat, codes as bytes.
+    """Return (codes, scales) of each state that bitsandbytes or torchao keep in 8 or 4 bits, both flat, codes as bytes.
 
-    Two codes in a byte: the first one in the low bits, as here; torchao has it in the high ones.
+    Of two codes in a byte, the first one is in the low bits, as in optgen; torchao has it in the high ones.
     """
     found = {**{k: v for k, v in entry.items() if k != BNB}, **entry.get(BNB, {})}
     made: dict[str, tuple[Tensor, Tensor]] = {}
@@ -63,13 +63,14 @@ def codes(entry: Mapping[str, Any], states: Sequence[str]) -> dict[str, tuple[Te
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of a quantized class as a plain one."""
+    """Return a tensor of a quantized class as a plain one."""
     if isinstance(value, Tensor) and hasattr(value, "codes") and hasattr(value, "dequantize"):
         return value.dequantize().to(torch.float32)
     return value
 
 
 def _bitsandbytes(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Decode the states of an entry by its tables and scales."""
     found = {**{k: v for k, v in entry.items() if k != BNB}, **entry.get(BNB, {})}
     number = sum(f"state{i}" in found for i in (1, 2))
     if number != len(states):
@@ -99,12 +100,12 @@ def _bitsandbytes(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[
 
 
 def _runs(values: Tensor, scale: Tensor, run: int) -> Tensor:
-    """Flat values, each times the scale of its run."""
+    """Multiply flat values by the scales of their runs."""
     return values * scale.reshape(-1).repeat_interleave(run)[: values.numel()]
 
 
 def _flashoptim(entry: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """All but `error_bits`, which belong to the weight."""
+    """Decode the states of an entry; `error_bits` are left out, since they belong to the weight."""
     made = {str(k): _plain(v) for k, v in entry.items() if "::" not in str(k) and k != "error_bits"}
     for name in dict.fromkeys(str(k).partition("::")[0] for k in entry if "::" in str(k)):
         codes, scale = entry.get(f"{name}::quantized"), entry.get(f"{name}::scales")
@@ -123,7 +124,7 @@ def _flashoptim(entry: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, A
 
 
 def weight(entry: Mapping[str, Any], p: Tensor, master_bytes: object) -> Tensor | None:
-    """The full fp32 weight that a flashoptim entry keeps of p; None where it keeps no more than p.
+    """Return the full fp32 weight of p that a flashoptim entry holds, or None if it holds no more than p.
 
     master_bytes   `master_bytewidth` of its group: 3, or 4 for 16 further bits
     """
@@ -133,7 +134,7 @@ def weight(entry: Mapping[str, Any], p: Tensor, master_bytes: object) -> Tensor 
     if tuple(errors.shape) != tuple(p.shape):
         raise ValueError(f"error_bits: expected the shape {list(p.shape)}, got {list(errors.shape)}")
     errors = errors.to(p.device)
-    # Of 8 bits the codes may stand as floats, of 16 their patterns: both forms are what torch's loader leaves alone.
+    # 8-bit codes may be stored as floats, 16-bit codes as bit patterns: torch's loader leaves both forms alone.
     wide = master_bytes == 4
     codes = errors.contiguous().view(torch.int16) if wide else errors
     mantissa, smallest = (7, 1) if p.dtype == torch.bfloat16 else (10, 127 - 14)

@@ -1,0 +1,361 @@
+"""Checkpoints of any kind, read as torch.optim would have them: dense states and full weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.base.errors import UserError
+from optgen.convert import packages
+from optgen.runtime import checkpoint, files, low_bits, options
+from optgen.runtime.files import CheckpointError
+from optgen.runtime.misfits import Misfits
+from optgen.runtime.records import dtype_name, dtype_of
+
+Find = Callable[[str], Any]
+"""A function from the name of a rule to its optimizer class."""
+
+TORCH = "torch"
+"""The target that is not a plan: torch.optim's own form."""
+
+TRAINED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""The dtypes of parameters that have states. Parameters of other dtypes are not trained and stay as they are."""
+
+MODEL = ("model", "state_dict", "model_state_dict")
+"""The keys under which training scripts save a model's state dict beside the optimizer's."""
+
+
+@dataclass
+class Parameter:
+    """A parameter of a checkpoint: its name there, its key in the model, and its weight if that is known.
+
+    in_order   the key was taken from the parameter's position in the model, since the checkpoint has none
+    """
+
+    name: str | None
+    key: str | None
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    weight: Tensor | None = None
+    in_order: bool = False
+
+
+@dataclass
+class Source:
+    """A checkpoint as torch.optim would have it: dense states by position, and full weights.
+
+    coded   entries of packages whose codes may be kept, unchanged
+    """
+
+    kind: str
+    groups: list[dict[str, Any]]
+    parameters: list[Parameter]
+    states: dict[int, dict[str, Any]]
+    model: dict[str, Any] | None = None
+    extra: Any = None
+    coded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def refuse(path: object, why: str, hint: str = "") -> UserError:
+    """Return the error of a checkpoint that cannot be converted."""
+    return UserError("E418", path=path, why=why, hint=hint)
+
+
+def existing(path: str) -> Path:
+    """Return the path of a file that can be opened; UserError if it cannot."""
+    file = Path(path)
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise UserError("E417", path=path, why=error.strerror or str(error)) from error
+    return file
+
+
+def rule_of(about: Mapping[str, Any]) -> str:
+    """Return the name of the rule: never a path, so that a checkpoint cannot choose which file is run."""
+    name = re.sub(r"\.py$", "", str(about.get("spec", ""))).rpartition("/")[2].rpartition(":")[2]
+    if not name.isidentifier():
+        raise UserError("E404", kind="spec", name=name)
+    return name
+
+
+def is_state_dict(value: object) -> bool:
+    """Return True for a mapping with the two keys of an optimizer's state dict."""
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+
+
+def is_own(saved: Mapping[str, Any]) -> bool:
+    """Return True for a state dict that an optgen optimizer made."""
+    return all("plan" in group for group in saved["param_groups"])
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Read a file of save_checkpoint, verifying its checksum, or one of torch.save."""
+    try:
+        if file.suffix == ".safetensors" or files.has_checksum(file):
+            return files.read(file)
+        return load_torch(file)
+    except CheckpointError as error:
+        raise refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
+
+
+def load_torch(file: Path) -> dict[str, Any]:
+    """Read a file of torch.save; CheckpointError for a file of save_checkpoint without its checksum."""
+    try:
+        found = files.load_torch(file)
+    except CheckpointError as error:
+        # Newer torch names an unknown class after the first line of its message.
+        if "torchao" not in str(error.__cause__):
+            raise
+        _import_torchao()
+        found = files.load_torch(file)
+    if "optgen_checkpoint" in found:
+        raise CheckpointError(f"{file} was cut short: its checksum is missing")
+    return found
+
+
+def _import_torchao() -> None:
+    """Import torchao, which registers its tensor classes with torch.load; ImportError if it is not installed."""
+    try:
+        import torchao.optim  # noqa: F401
+    except ImportError as error:
+        raise ImportError("torchao, whose tensors are in the checkpoint: pip install torchao") from error
+
+
+def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple[Source, str]:
+    """Return the content of a checkpoint and the name of its rule."""
+    content = _load(file)
+    saved = _state_dict_in(content, file)
+    about = content.get("about") if saved is not content else None
+    if not isinstance(about, Mapping) and spec is None:
+        raise refuse(file, "it does not say which rule made it", "--spec adamw, or the name of another rule")
+    rule = spec if spec is not None else rule_of(about or {})
+    groups, entries = groups_and_states(saved, file)
+    model = _model_in(content) if saved is not content else None
+    if weights is not None:
+        model = _load_weights(existing(weights))
+    parameters = _parameters(groups, entries, about, model, file)
+    found = Source("optgen" if is_own(saved) else TORCH, groups, parameters, {}, model, content.get("extra"))
+    if is_own(saved):
+        _decode_own(found, find(rule), saved, content.get("waiting") or [], file)
+    else:
+        _decode_foreign(found, find(rule), entries, file)
+    return found, rule
+
+
+def groups_and_states(
+    saved: Mapping[str, Any], file: Path
+) -> tuple[list[dict[str, Any]], dict[int, Mapping[str, Any]]]:
+    """Return (groups, states by position) of a state dict of any package."""
+    try:
+        groups, states = checkpoint.parts(saved, Misfits("its optimizer's state dict is none"))
+    except ValueError as error:
+        raise refuse(file, str(error)) from error
+    entries: dict[int, Mapping[str, Any]] = {}
+    for i, number in enumerate(n for g in groups for n in g["params"]):
+        entry = states.get(number)
+        nested = entry.get(packages.BNB, {}) if isinstance(entry, Mapping) else {}
+        if not (entry is None or isinstance(entry, Mapping)) or not isinstance(nested, Mapping):
+            raise refuse(file, f"parameter {i}: expected a dict of states, got {entry!r:.80}")
+        entries[i] = entry or {}
+        for key, value in {**entries[i], **nested}.items():
+            if isinstance(value, Tensor) and not checkpoint.has_values(value):
+                raise refuse(file, f"parameter {i}: {key}: expected a tensor with values, got {value!r:.80}")
+    return [dict(group) for group in groups], entries
+
+
+def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """Return the optimizer's state dict: the content itself, or the only part of it that is one."""
+    if is_state_dict(content):
+        return content
+    parts = [v for v in content.values() if is_state_dict(v)]
+    if len(parts) != 1:
+        raise refuse(file, f"expected one optimizer's state dict in it, got {len(parts)}")
+    part: Mapping[str, Any] = parts[0]
+    return part
+
+
+def _load_weights(file: Path) -> dict[str, Any]:
+    """Read a model's state dict, which is the whole file or stands in it under a key of `MODEL`."""
+    if file.suffix == ".safetensors":
+        found: dict[str, Any] = files.tensors_of(file)
+        return found
+    content = _load(file)
+    part = _model_in(content)
+    return content if part is None else part
+
+
+def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the model's state dict in a checkpoint, or None if there is none."""
+    for key in MODEL:
+        part = content.get(key)
+        if isinstance(part, Mapping) and part and not is_state_dict(part):
+            return dict(part)
+    return None
+
+
+def _parameters(
+    groups: Sequence[Mapping[str, Any]],
+    entries: Mapping[int, Mapping[str, Any]],
+    about: Any,
+    model: Mapping[str, Any] | None,
+    file: Path,
+) -> list[Parameter]:
+    """Return the parameters of a checkpoint with what it and the weights tell about them."""
+    names: list[str | None] = []
+    for group in groups:
+        given = group.get("param_names")
+        names += list(given) if given is not None else [None] * len(group["params"])
+    if isinstance(about, Mapping):
+        rows = zip(names, about["parameters"], strict=True)
+        made = [Parameter(n, one["key"] or n, tuple(one["shape"]), dtype_of(one["dtype"])) for n, one in rows]
+    else:
+        made = [Parameter(n, n, *_shown(entries[i])) for i, n in enumerate(names)]
+        low = any(str(key).startswith("weight_") for entry in entries.values() for key in entry)
+        if low and model is None:
+            why = "it keeps low bits of weights, but neither these nor their dtype"
+            raise refuse(file, why, "--weights FILE gives them: the model's state dict")
+    if model is None:
+        return made
+    if all(p.key is None for p in made):
+        _in_order(made, groups, model, file)
+    for p in made:
+        if p.key is None:
+            continue
+        value = model.get(p.key)
+        if not isinstance(value, Tensor):
+            raise refuse(file, f"the weights have no {p.key!r}", "give the weights of the model that was trained")
+        if p.shape is not None and tuple(value.shape) != p.shape:
+            raise refuse(file, f"the weight {p.key!r} is {list(value.shape)}, its state {list(p.shape)}")
+        if isinstance(about, Mapping) and value.dtype != p.dtype:
+            why = f"the weight {p.key!r} is {dtype_name(value.dtype)}, its state was made for {dtype_name(p.dtype)}"
+            raise refuse(file, why, "give the weights in the dtype that they were trained in")
+        p.shape, p.dtype, p.weight = tuple(value.shape), value.dtype, value
+    return made
+
+
+def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtype]:
+    """Return (shape, dtype) of a parameter as its state shows them: torch's states have the parameter's dtype."""
+    parts = {**entry, **entry.get(packages.BNB, {})}
+    tensors = [v for k, v in parts.items() if isinstance(v, Tensor) and k != "step" and v.ndim]
+    if not tensors:
+        return None, torch.float32
+    first = tensors[0]
+    return tuple(first.shape), first.dtype if first.dtype in low_bits.NARROW else torch.float32
+
+
+def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path) -> None:
+    """Give parameters without names the keys of the model's floating tensors, in order; UserError if shapes differ.
+
+    Tensors of equal shape may still be in another order. So the result records the keys of weights that it keeps parts
+    of, and loading compares them (`files.load_checkpoint`).
+    """
+    floats: dict[str, Tensor] = {}
+    for key, value in model.items():
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and not any(same_memory(value, v) for v in floats.values())
+        ):
+            floats[key] = value
+    fits = len(groups) == 1 and len(floats) == len(made)
+    if not fits or any(p.shape not in (None, tuple(v.shape)) for p, v in zip(made, floats.values(), strict=True)):
+        raise refuse(
+            file,
+            f"its {len(made)} parameters have no names, and are not the weights' {len(floats)} tensors in order",
+            "give weights that hold the parameters only, in their order, or save an optimizer of named parameters",
+        )
+    for p, key in zip(made, floats, strict=True):
+        p.key, p.in_order = key, True
+
+
+def placeholder(p: Parameter) -> nn.Parameter:
+    """Return the parameter, or zeros if its weight is not known."""
+    value = torch.zeros(p.shape or (), dtype=p.dtype) if p.weight is None else p.weight.detach().clone()
+    return nn.Parameter(value, requires_grad=p.dtype in TRAINED)
+
+
+def _decode_own(
+    found: Source, cls: Any, saved: Mapping[str, Any], waiting: Sequence[dict[str, Any] | None], file: Path
+) -> None:
+    """Decode the states and weights of an optgen checkpoint into `found`."""
+    params = [placeholder(p) for p in found.parameters]
+    for weight, kept in zip(params, waiting, strict=bool(waiting)):
+        if kept is not None:  # a weight that was not stepped yet
+            setattr(weight, low_bits.ATTRIBUTE, kept)
+    try:
+        opt = cls(grouped(found, params), plan=saved["param_groups"][0]["plan"])
+        opt.load_state_dict(saved)
+    except (TypeError, ValueError) as error:
+        raise refuse(file, str(error)) from error
+    known = opt.dense_state_dict()["state"]
+    full = opt.full_weights() if all(p.weight is not None for p in found.parameters) else []
+    found.states = known
+    for p, exact in zip(found.parameters, full, strict=False):
+        p.weight = exact if p.dtype in TRAINED else p.weight
+
+
+def _decode_foreign(found: Source, cls: Any, entries: Mapping[int, Mapping[str, Any]], file: Path) -> None:
+    """Decode the states and weights of torch.optim or another package into `found`."""
+    try:
+        states = _state_names(cls, found)
+    except (TypeError, ValueError) as error:
+        raise refuse(file, str(error)) from error
+    widths = [group.get("master_bytewidth") for group in found.groups for _ in group["params"]]
+    for i, (p, entry) in enumerate(zip(found.parameters, entries.values(), strict=True)):
+        if not entry:
+            continue
+        try:
+            if p.weight is not None:
+                exact = packages.weight(entry, p.weight, widths[i])
+                p.weight = p.weight if exact is None else exact
+            found.states[i] = packages.dense(entry, states, p.shape or ())
+            if packages.codes(entry, states):
+                found.coded[i] = entry
+        except ValueError as error:
+            raise refuse(file, f"parameter {p.name or i}: {error}") from error
+    known = {"params", "param_names", "maximize", "initial_lr"}
+    known |= {h.name for h in cls.HYPERS} | {f.name for f in cls.FLAGS}
+    for group in found.groups:
+        for key in group.keys() - known:
+            del group[key]
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                if value.numel() != 1 or not checkpoint.has_values(value):
+                    raise refuse(file, f"{key}: expected a number, got a tensor of shape {list(value.shape)}")
+                group[key] = value.item()
+
+
+def _state_names(cls: Any, found: Source) -> tuple[str, ...]:
+    """Return the names of the rule's states in order, as the first parameter with dimensions has them."""
+    first = next((p for p in found.parameters if p.shape), None)
+    p = torch.zeros(first.shape if first and first.shape else (1,))
+    first_group = found.groups[0] if found.groups else {}
+    group = {**cls([p.requires_grad_()]).param_groups[0], **{k: v for k, v in first_group.items() if k != "params"}}
+    group |= options.check(cls, group)
+    names: tuple[str, ...] = checkpoint.select(cls, {**group, "plan": "fp32"}, p)[2].states
+    return names
+
+
+def grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimizer, with the checkpoint's names, `overrides` and `blocks`."""
+    made, start = [], 0
+    for group in found.groups:
+        end = start + len(group["params"])
+        part = params[start:end]
+        names = group.get("param_names")
+        made.append({"params": list(zip(names, part, strict=True)) if names else list(part)})
+        made[-1] |= {key: group[key] for key in ("overrides", "blocks") if group.get(key)}
+        start = end
+    return made
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are views of the same elements."""
+    return a.numel() > 0 and (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
