@@ -94,6 +94,19 @@ def test_show(run: Run) -> None:
     assert "-- hoist" in out
 
 
+def test_show_says_shared_values_once(run: Run) -> None:
+    code, out, _ = run("show", "lion")
+    lines = out.splitlines()
+    assert (code, len(lines) <= 80, max(map(len, lines)) < 200) == (0, True, True)
+    shared = [line.split(" = ")[1] for line in lines if line.startswith("shared ")]
+    assert shared and all(sum(value in line for line in lines) == 1 for value in shared)
+    code, out, _ = run("show", "lion", "--pass", "fuse")
+    assert (code, [line for line in out.splitlines() if line.startswith("-- ")]) == (0, ["-- fuse"])
+    assert "update p = fma(neg($lr), @update, @p)" in out
+    code, _, err = run("show", "lion", "--pass", "fuze")
+    assert (code, "fuse" in err) == (2, True)
+
+
 def test_explain(run: Run) -> None:
     code, out, _ = run("explain", "adamw", "--json")
     data = as_json(out)

@@ -249,20 +249,29 @@ def show(
     param: Annotated[str, typer.Option("--param", help="The parameter's dtype.")] = "bfloat16",
     flag: Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")] = None,
     maths: Annotated[str, typer.Option("--maths", help="strict or fast.")] = "fast",
+    after: Annotated[str | None, typer.Option("--pass", help="The IR after this pass, for instance fold.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Only the lines that each pass changes.")] = False,
     json: Json = False,
 ) -> None:
-    """The IR after every pass."""
+    """Show the lowered program and how many lines each pass changes; with --pass the program after it."""
     with session("show", json) as t:
         from optgen.driver import explain as e
 
         found, chosen = _pair(spec, plan)
         case = e.case_of(found, chosen, _param(param), _flags(found, flag or []))
         t.result |= {"spec": found.name, "plan": chosen.name, "param": param, "flags": dict(case.flags), "stages": []}
-        for stage in e.stages(found, case, _maths(maths)):
-            body = (stage.diff if diff else stage.text).rstrip() if stage.changed else "(unchanged)"
-            t.result["stages"].append({"pass": stage.name, "changed": stage.changed, "text": stage.text})
-            t.show(f"-- {stage.name}" + ("\n" + body if stage.changed else f"  {body}"))
+        stages = e.stages(found, case, _maths(maths))
+        if after is not None:
+            _choice("--pass", after, tuple(dict.fromkeys(stage.name for stage in stages)))
+        for n, stage in enumerate(stages):
+            if after in (None, stage.name):
+                t.result["stages"].append({"pass": stage.name, "changed": stage.changed, "text": stage.text})
+                whole = not diff and (after is not None or n == 0)
+                if whole or (diff and stage.changed):
+                    t.show(f"-- {stage.name}\n" + (stage.text if whole else stage.diff).rstrip())
+                else:
+                    count = sum(line.startswith("+") for line in stage.diff.splitlines())
+                    t.show(f"-- {stage.name}  ({f'new lines: {count}' if stage.changed else 'unchanged'})")
 
 
 @app.command()
