@@ -35,10 +35,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-# Triton decides when a kernel is decorated, so one process either interprets or compiles: this one interprets.
-# Tests that compile start a process of their own (see `compiling`).
-os.environ["TRITON_INTERPRET"] = "1"
-quicken()
+# Triton decides when a kernel is decorated, so one process either interprets or compiles. This one interprets, but for
+# tests on a device (`make gpu-check`); others that compile start a process of their own (see `compiling`).
+if os.environ.get("OPTGEN_TEST_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
+    quicken()
 
 # Optimizers step in eager torch unless a test asks for more: exact, and without a compiler's run at each first step.
 os.environ["OPTGEN_BACKEND"] = "reference"
@@ -57,9 +58,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "long" not in item.keywords)  # stable: the rest stay in their order
-    if torch.cuda.is_available():
+    if os.environ.get("OPTGEN_TEST_DEVICE"):
         return
-    skip = pytest.mark.skip(reason="no GPU on this machine")
+    skip = pytest.mark.skip(reason="run by make gpu-check")
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(skip)

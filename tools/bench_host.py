@@ -30,19 +30,20 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton's side of a step on CPU tensors; its launches are stubbed
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from gpu import shapes  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from tools import benchmark  # noqa: E402
+
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Params = Callable[[int], list[torch.nn.Parameter]]
 
-MODELS = {"GPT-2 (148 tensors)": shapes.gpt2, "Llama-8B (291 tensors)": shapes.llama_8b}
+MODELS = {"GPT-2 (148 tensors)": benchmark.gpt2, "Llama-8B (291 tensors)": benchmark.llama_8b}
 TARGET = 0.15
 """Milliseconds of the host per step that a generated optimizer may take."""
 

@@ -1,54 +1,65 @@
-"""Tests and benchmarks of the generated kernels on this machine's GPU.
+"""Benchmarks and tests of the generated kernels on this machine's GPU.
 
-    make gpu-check                            sets up .venv first; with a Python that has torch, just
-    python3 tools/gpu_check.py                everything, under 8 minutes
-    python3 tools/gpu_check.py --quick        default flags, fewer rounds
-    python3 tools/gpu_check.py --tune         also which launch settings are fastest
+    make gpu-check                            sets up .venv first
+    python tools/gpu_check.py                 everything, under 8 minutes
+    python tools/gpu_check.py --quick         default flags, fewer rounds
+    python tools/gpu_check.py --tune          also which launch settings are fastest
 
-Benchmarks come first, in this process, whose CUDA context nothing has harmed yet; whatever is checked runs in processes
-of its own and may cost them theirs.  What there is no time for is named in the report.
+Benchmarks come first, in this process, whose CUDA context nothing has harmed yet. Then the tests marked `cuda` run
+under pytest (tests/test_cuda.py and others), in processes of their own.
 
-Needs torch and Triton, and generated/ as committed; nothing of the compiler is imported, but for rules of several
-sweeps.  Writes docs/benchmarks/<device>_<date>.json as it goes, and .md and .png at the end.  Two runs, each of one
-half, make one report on the same day or with --merge.  The exit code is 0 where every kernel is correct, 1 where one is
-not or could not be checked, 2 for a wrong call; times never change it.
+Writes docs/benchmarks/<device>_<date>.json and .md as it goes; two runs on one day, each of one half, make one report.
+The exit code is 0 where every kernel is correct, 1 where one is not or could not be checked, 2 for a wrong call; times
+never change it.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import math
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HERE = Path(__file__).resolve().parent
+sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
-BUDGET = 450.0
-GRACE = 60.0  # seconds after the budget; what is begun ends long before
-BENCH_SHARE = 0.45  # of the budget, at most, where checks follow
-AHEAD_SHARE = 0.5  # of what benchmarks have left, at most, for compiling what they time
+import torch  # noqa: E402
+
+from optgen.runtime import launch  # noqa: E402
+from tools import benchmark  # noqa: E402
+from tools.benchmark import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
+
+BUDGET, BENCH_SHARE, GRACE = 450.0, 0.45, 60.0
+"""Seconds after which nothing new is started, the share of them that benchmarks take where checks follow, and seconds
+that a GPU which does not answer is waited for beyond the budget."""
+
+CHECKS = ("tests/test_cuda.py", "tests/test_offload.py")
+
+TARGETS = (
+    Target(FLAGSHIP, "tensor", 0.88, COPY),
+    Target(FLAGSHIP, "tensor", 1.5, "FlashAdamW"),
+    Target(FLAGSHIP, "tensor", 2.0, BASE),
+    Target(FLAGSHIP, "gpt2", 6.0, "FlashAdamW"),
+)
 JOBS = 16  # processes that check: each has a CUDA context of about half a GiB, and compiles on one core
-FULL = {"tensor": 30, "gpt2": 30, "llama_8b": 10, "tune": 9}
-QUICK = {"tensor": 10, "gpt2": 10, "llama_8b": 5, "tune": 5}
-DRY = {"tensor": 2, "gpt2": 2, "llama_8b": 2, "tune": 2}
-DRY_ENTRANTS = ("AdamW int8_split24", "AdamW fp32", "torch fused AdamW fp32")
-
-
-MERGE = "another run's report on such a machine: what this run leaves out is taken from there"
+TILES, PROGRAMS = (2, 4, 8, 16), ((256, 1), (512, 1), (256, 4), (1024, 4))  # tiles; (elements per tile, warps)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("correctness", "bench"), help="one half of it")
     parser.add_argument("--quick", action="store_true", help="default flags only, fewer rounds")
     parser.add_argument("--kernels", nargs="*", default=[], metavar="SPEC[.PLAN[.DTYPE]]", help="check only these")
@@ -56,331 +67,209 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="also compare launch settings")
     parser.add_argument("--no-llama", action="store_true", help="leave out the 8B list (60 to 120 GiB)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
-    parser.add_argument("--merge", type=Path, action="append", default=[], metavar="JSON", help=MERGE)
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
     parser.add_argument("--jobs", type=int, default=0, help="processes that check; 0: as the machine allows")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is started")
-    parser.add_argument("--generated", type=Path, default=ROOT, help="folder that holds the package `generated`")
     parser.add_argument("--peers", type=Path, action="append", default=[], help="a folder with further packages")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in the interpreter")
     return parser.parse_args(given)
 
 
-def prepare(generated: Path, peers: Sequence[Path]) -> None:
-    """Makes the packages importable, here and in the processes that check."""
-    sys.path[:0] = [p for p in map(str, (generated, ROOT, HERE)) if p not in sys.path]
-    sys.path += [str(p) for p in peers]
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    chosen = arguments(given)
-    if not (chosen.generated / "generated" / "__init__.py").is_file():
-        print(f"error: no package `generated` in {chosen.generated} (build it: optgen build)", file=sys.stderr)
-        return 2
-    prepare(chosen.generated.resolve(), chosen.peers)
-    problem = unusable(chosen.device)
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    check = Check(chosen)
-    try:
-        for path in chosen.merge:
-            check.merge(path)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return check.run()
-
-
 def unusable(device: str) -> str | None:
-    """Why nothing can be run here, in words."""
+    """Return why nothing can be run here, None where it can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device == "cpu" and not interpreted:
         return "--device cpu is a dry run in Triton's interpreter: set TRITON_INTERPRET=1"
     if device == "cuda" and interpreted:
         return "TRITON_INTERPRET=1 is set: kernels would not run on the GPU; unset it, or use --device cpu"
-    try:
-        import torch
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"{error.name} is not installed"
     if device == "cuda" and not torch.cuda.is_available():
         return "torch sees no GPU here (TRITON_INTERPRET=1 with --device cpu tries the checks out in the interpreter)"
     return None
 
 
-class Check:
-    """One run: its options, its clock, and the report as far as it has come."""
+class Run:
+    """A run: its options, its clock, and the report as far as it has come."""
 
-    def __init__(self, chosen: argparse.Namespace) -> None:
-        from gpu import machine, report
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked, self.dry, self.began = asked, asked.device == "cpu", time.monotonic()
+        self.end = self.began + asked.budget
+        self.machine = benchmark.machine(asked.device)
+        self.path: Path = asked.out / f"{benchmark.slug(self.machine['device'])}_{self.machine['date']}.json"
+        earlier, same = benchmark.read(self.path), ("device", "date", "torch", "packages")
+        kept = all(earlier.get("machine", {}).get(key) == self.machine[key] for key in same)
+        self.data: dict[str, Any] = earlier if kept else {"sections": {}, "targets": [], "missing": {}}
+        self.data["machine"] = self.machine
 
-        self.chosen = chosen
-        self.dry = chosen.device == "cpu"
-        self.clock = machine.Clock(chosen.budget)
-        self.machine = machine.describe(chosen.device)
-        name = f"{machine.slug(self.machine['device'])}_{self.machine['date']}"
-        self.path: Path = chosen.out / f"{name}.json"
-        # What an earlier run of the same day found on the same versions stays, section by section.
-        earlier = report.read_json(self.path)
-        self.data: dict[str, Any] = earlier if earlier.get("machine") == self.machine else {"machine": self.machine}
-        self.clock.say(f"{self.machine['device']}, torch {self.machine['torch']}, triton {self.machine['triton']}")
-
-    def merge(self, path: Path) -> None:
-        """Sections of another run's report; those that are made here take their place."""
-        from gpu import report
-
-        other = report.read_json(path)
-        for key in ("device", "torch", "triton"):
-            if (other.get("machine") or {}).get(key) != self.machine[key]:
-                raise ValueError(f"{path} is no report of such a machine: another {key}")
-        self.data = {**other, **self.data}
-
-    def run(self) -> int:
-        correct = True
-        watch = threading.Timer(self.chosen.budget + GRACE, self.give_up)
-        watch.daemon = True
-        watch.start()
-        try:
-            if self.chosen.only != "correctness":
-                self.part("bench", self.bench)  # times must never decide
-                self.part("room", self.make_room)
-            if self.chosen.only != "bench":
-                correct = self.part("correctness", self.correctness) is True
-        finally:
-            watch.cancel()
-            self.finish()
-        return 0 if correct else 1
-
-    def give_up(self) -> None:
-        """Ends a run that waits for a GPU which does not answer: only processes that check are stopped otherwise."""
-        self.data["run_error"] = f"the GPU still did not answer {GRACE:.0f} s after the end of the budget"
-        for process in multiprocessing.active_children():
-            process.kill()
-        try:
-            self.finish()
-        finally:
-            os._exit(1)
-
-    def make_room(self) -> None:
-        """What benchmarks leave in this process' pool is for the processes that check."""
-        import torch
-        from gpu import bench
-
-        bench.free_memory(torch.device(self.chosen.device))
-
-    def part(self, name: str, make: Callable[[], object]) -> object:
-        """What `make` returns; None where an error ends it, of which the report says."""
-        from gpu import machine
-
-        self.data.pop(f"{name}_error", None)
-        try:
-            return make()
-        except Exception as error:  # the report says it, and what was kept is written
-            self.data[f"{name}_error"] = machine.in_words(error)
-            self.clock.say(f"{name} ended early: {self.data[f'{name}_error']}")
-            self.save()
-        return None
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
 
     def save(self) -> None:
-        from gpu import report
+        self.data["seconds"] = round(time.monotonic() - self.began, 1)
+        benchmark.save(self.path, self.data)
+        benchmark.write(self.path.with_suffix(".md"), benchmark.markdown(self.data))
 
-        report.write_json(self.path, self.data)
-
-    def finish(self) -> None:
-        """Writes everything; the picture last, whose library may fail in ways of its own."""
-        import json
-
-        from gpu import machine, report
-
-        self.data["seconds"] = round(self.clock.elapsed, 1)
+    def give_up(self) -> None:
+        """End a run that waits for a GPU which does not answer."""
+        self.data["bench_error"] = f"the GPU still did not answer {GRACE:.0f} s after the end of the budget"
         self.save()
-        page, image = self.path.with_suffix(".md"), self.path.with_suffix(".png")
-        text = report.markdown(self.data, None)
-        page.write_text(text, encoding="utf-8")
-        drawn = False
-        try:
-            drawn = report.picture(self.data, image)
-        except Exception as error:  # the library's own; the report is written already
-            self.clock.say(f"no picture: {machine.in_words(error)}")
-        if drawn:
-            text = report.markdown(self.data, image.name)
-            page.write_text(text, encoding="utf-8")
-        print("\n" + text, flush=True)
-        print(f"written: {self.path} and .md" + (" and .png" if drawn else ""), flush=True)
-        if self.chosen.json:
-            print(json.dumps(self.data, default=str), flush=True)
+        os._exit(1)
 
-    # -- correctness --------------------------------------------------------------------------------------------
-
-    def correctness(self) -> bool:
-        """Whether everything was checked and is right."""
-        from gpu import jobs
-
-        todo = jobs.in_order(self.todo())
-        found: dict[tuple[str, str], Any] = {}
-        started = self.clock.elapsed
-        self.clock.say(f"correctness: {len(todo)} checks")
-        right = self.note(todo, found, started)
-        for job, outcome in self.outcomes(todo):
-            found[job.part, job.case] = outcome
-            if outcome.problems:
-                self.clock.say(f"FAILED {job.case} ({job.part}): {outcome.problems[0]}")
-            if len(found) % 40 == 0:
-                self.clock.say(f"correctness: {len(found)} of {len(todo)}")
-                self.note(todo, found, started)
-        right = self.note(todo, found, started)
-        self.clock.say(f"correctness: {self.data['correctness']['summary']}")
-        if len(found) < len(todo):
-            self.clock.say(f"correctness: no time left for {len(todo) - len(found)} checks")
-        return right
-
-    def todo(self) -> list[Any]:
-        """All that is asked for."""
-        from gpu import catalog, correct, jobs
-
-        device = self.chosen.device
-        found = jobs.of_cases(catalog.cases(self.chosen.kernels, quick=self.chosen.quick), device, self.dry)
-        if not found:
-            raise ValueError("no kernels of such names")
-        if self.chosen.huge:
-            case = correct.huge_case()
-            if case is None:
-                raise ValueError("no plan without random numbers was built, for a huge tensor")
-            found.append(jobs.of_huge(case, device, 2**14 + 17 if self.dry else correct.HUGE))
-        if not self.chosen.kernels:
-            found += [*jobs.of_stages(device), *jobs.of_graphs(device), *jobs.of_moves(device)]
-        return found
-
-    def note(self, todo: Sequence[Any], found: dict[tuple[str, str], Any], started: float) -> bool:
-        """Writes what is known so far, part by part; whether all of it is right and complete."""
-        from gpu import jobs
-
+    def run(self) -> int:
         right = True
-        for part in jobs.PARTS:
-            names = [job.case for job in todo if job.part == part]
-            outcomes = [found[part, name] for name in names if (part, name) in found]
-            missing = [name for name in names if (part, name) not in found]
-            right = right and not missing and not any(o.problems for o in outcomes)
-            if part == "correctness":
-                self.note_kernels(outcomes, missing, started)
-            elif names:
-                self.data[part] = {"outcomes": [asdict(o) for o in outcomes], "not_run": missing}
-        self.save()
-        return right
+        watch = threading.Timer(self.asked.budget + GRACE, self.give_up)
+        watch.daemon = True
+        watch.start()
+        if self.asked.only != "correctness":
+            self.data.pop("bench_error", None)
+            try:
+                self.bench()
+            except Exception as error:  # times never decide, and what was measured is written
+                self.data["bench_error"] = f"{type(error).__name__}: {error}"
+                self.say(f"benchmarks ended early: {self.data['bench_error']}")
+            self.save()
+        if self.asked.only != "bench":
+            right = self.check()
+            self.save()
+        watch.cancel()
+        print("\n" + self.path.with_suffix(".md").read_text(encoding="utf-8"), flush=True)
+        print(f"written: {self.path} and .md", flush=True)
+        if self.asked.json:
+            print(json.dumps(self.data, default=str), flush=True)
+        return 0 if right else 1
 
-    def note_kernels(self, outcomes: Sequence[Any], missing: Sequence[str], started: float) -> None:
-        failed = [o for o in outcomes if not o.ok]
-        kernels = {name for o in outcomes if o.ok for name in o.kernels}
-        worst: dict[str, float] = {}
-        for o in outcomes:
-            for name, value in o.worst.items():
-                key = f"{o.case}: {name}"
-                worst[key] = max(worst.get(key, 0.0), value)
-        elements = sum(o.elements for o in outcomes)
-        words = f"{len(outcomes) - len(failed)} of {len(outcomes) + len(missing)} settings agree with the reference"
-        words += f": {len(kernels)} kernels, {elements:,} elements compared"
-        words += f"; {len(failed)} failed" * bool(failed) + f"; {len(missing)} not run" * bool(missing) + "."
-        self.data["correctness"] = {
-            "summary": words,
-            "ok": not failed and not missing,
-            "quick": self.chosen.quick,
-            "failed": [asdict(o) for o in failed],
-            "not_run": list(missing),
-            "worst": dict(sorted(worst.items(), key=lambda item: -item[1])[:40]),
-            "outcomes": [asdict(o) for o in outcomes],
-            "seconds": round(self.clock.elapsed - started, 1),
-        }
-
-    def outcomes(self, todo: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """(job, its outcome) as they come, while there is time."""
-        from gpu import jobs, workers
-
-        if self.jobs == 1 and self.dry:
-            for job in todo:
-                if self.clock.left <= 0:
-                    return
-                yield job, jobs.run(job)[0]
-            return
-        longest = math.inf if self.dry else jobs.LONGEST
-        for job, result in workers.each(jobs.run, todo, self.jobs, self.clock.end, longest):
-            yield job, job.failed(result.why) if isinstance(result, workers.Lost) else result
-
-    @property
-    def jobs(self) -> int:
-        from gpu import machine
-
-        return self.chosen.jobs or (1 if self.dry else min(machine.cores(), JOBS))
-
-    # -- benchmarks ---------------------------------------------------------------------------------------------
+    # -- benchmarks -----------------------------------------------------------------------------------------------
 
     def bench(self) -> None:
-        import torch
-        from gpu import bench, contenders, shapes
-
-        clock = self.clock if self.chosen.only == "bench" else self.clock.until(BENCH_SHARE)
-        names = [c.name for c in contenders.generated_contenders("triton")]
-        self.compile_ahead([(name, None) for name in names], clock)
-        timer = bench.Timer(torch.device(self.chosen.device))
-        rounds = DRY if self.dry else QUICK if self.chosen.quick else FULL
-        others, self.data["missing"] = contenders.peers()
-        entrants = contenders.generated_contenders("triton") + others
-        tensor: shapes.Shapes = [(10**9,)]
-        gpt2, llama = shapes.gpt2(), shapes.llama_8b()
+        ours = benchmark.generated("triton")
+        if not self.dry:
+            self.compile_ahead([c.name for c in ours])
+        others, self.data["missing"] = benchmark.peers("cuda")
+        entrants = benchmark.torch_s_own() + ours + others
+        end = self.end if self.asked.only == "bench" else self.began + BENCH_SHARE * self.asked.budget
+        rounds = 10 if self.asked.quick else 30
+        lists: dict[str, tuple[str, Any, int]] = {
+            "tensor": ("One large tensor", [(10**9,)], 1),
+            "gpt2": ("GPT-2's tensors", benchmark.gpt2(), 10),
+            "llama_8b": ("Llama-8B's tensors", benchmark.llama_8b(), 3),
+        }
         if self.dry:  # the interpreter takes milliseconds for every operation of a kernel
-            entrants = [c for c in entrants if c.name in DRY_ENTRANTS]
-            tensor, gpt2, llama = [(5000,)], shapes.gpt2(4, 1, 40, 8), shapes.llama_8b(4, 1, 8, 2, 40)
-        else:
-            first = [c for c in entrants if c.family == entrants[0].family]
-            tensor = [(contenders.scaled(10**9, first, bench.free_memory(timer.device) - 2**32),)]
-        small = {"copy_bytes": 2**16, "warm_up": 1} if self.dry else {}
-        in_a_row = {"gpt2": 1, "llama_8b": 1} if self.dry else {"gpt2": 10, "llama_8b": 3}
-        bf16 = (torch.bfloat16,)  # in fp32, weights and states of 8e9 parameters fill the memory alone
-        plans = [
-            bench.Plan("tensor", "One large tensor", tensor, rounds["tensor"], **small),
-            bench.Plan("gpt2", "GPT-2's tensors", gpt2, rounds["gpt2"], in_a_row["gpt2"], **small),
-            bench.Plan(
-                "llama_8b", "Llama-8B's tensors", llama, rounds["llama_8b"], in_a_row["llama_8b"], dtypes=bf16, **small
-            ),
-        ]
-        if self.chosen.no_llama:
-            plans.pop()
-        for plan in plans:
-            # The list of 8e9 parameters takes long to set up: nothing but what is compared with others.
-            chosen = [c for c in entrants if plan.name != "llama_8b" or "_rn_" not in c.name]
-            bench.race(plan, chosen, timer, clock, keep=functools.partial(self.keep, plan.name))
-        if self.chosen.tune:
-            self.tune(timer, rounds["tune"], clock)
+            entrants = [c for c in entrants if c.name in (BASE, FLAGSHIP)]
+            small = [(5000,)], benchmark.gpt2(4, 1, 40, 8), benchmark.llama_8b(4, 1, 8, 2, 40)
+            lists = {name: (lists[name][0], shapes, 1) for name, shapes in zip(lists, small, strict=True)}
+            rounds = 2
+        if self.asked.no_llama:
+            del lists["llama_8b"]
+        for name, (title, shapes, steps) in lists.items():
+            if name == "tensor" and not self.dry:  # the largest that leaves room for those that are compared
+                per = sum(16 if c.dtype == benchmark.FP32 else 9 for c in entrants[:1] + ours[:1])
+                shapes = [(min(10**9, int(benchmark.free_memory("cuda") / per) // 1000 * 1000),)]
+            # In fp32, weights and states of 8e9 parameters fill the memory alone.
+            chosen = [c for c in entrants if name != "llama_8b" or (c.dtype == benchmark.BF16 and "_rn_" not in c.name)]
+            self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps, end)
+        if self.asked.tune:
+            numel = 2**13 if self.dry else 2**28
+            self.section("tune", "Launch settings", [(numel,)], list(self.tuned(entrants)), rounds // 3 or 1, 1, end)
 
-    def keep(self, name: str, section: dict[str, Any]) -> None:
-        from gpu import bench
-
-        if not section["rows"] and self.data.get(name, {}).get("rows"):
-            return  # nothing was measured: what an earlier run found stays
-        self.data[name] = section
-        self.data["targets"] = bench.judge(self.data)
+    def section(
+        self, name: str, title: str, shapes: Any, entrants: Sequence[Contender], rounds: int, steps: int, end: float
+    ) -> None:
+        copied = 2**16 if self.dry else 2**31
+        found = benchmark.section(
+            title, shapes, entrants, device=self.asked.device, threads=1, rounds=rounds, steps=steps, copied=copied,
+            end=end, say=self.say,
+        )  # fmt: skip
+        sections = self.data["sections"]
+        if found["rows"] or f"{name}, 1" not in sections:  # where nothing was measured, what was found before stays
+            sections[f"{name}, 1"] = found
+        self.data["targets"] = [t.judge(sections, ()) for t in TARGETS]
         self.save()
 
-    def compile_ahead(self, wanted: Sequence[tuple[str, Any]], clock: Any) -> None:
-        """Kernels of these contenders and launch settings, on all cores: a process alone compiles for minutes."""
-        from gpu import bench, jobs, workers
+    def tuned(self, entrants: Sequence[Contender]) -> Iterator[Contender]:
+        """Yield optgen's contenders under other launch settings."""
 
-        if self.dry:
-            return
-        done = list(workers.each(bench.ahead, wanted, self.jobs, clock.until(AHEAD_SHARE).end, jobs.LONGEST))
-        failed = [f"{job[0]}: {result.why}" for job, result in done if isinstance(result, workers.Lost)]
-        clock.say(f"compiled ahead: {len(done) - len(failed)} of {len(wanted)}" + f"; {failed[0]}" * bool(failed))
+        def within(setting: Any) -> Callable[[], Any]:
+            return lambda: launch.tuned(setting)
 
-    def tune(self, timer: Any, rounds: int, clock: Any) -> None:
-        from gpu import bench, contenders
+        for c in entrants:
+            if c.ours and "_rn_" not in c.name:
+                yield c
+                for (tile, warps), tiles in ((p, t) for p in PROGRAMS for t in TILES):
+                    words = f"{c.name}: {tile} elements/tile, {tiles} tiles/item, {warps} warps"
+                    yield replace(c, name=words, within=within(launch.Tuning(tile, tiles, warps)), kept=math.nan)
+                    if self.dry:
+                        return
 
-        entrants = [c for c in contenders.generated_contenders("triton") if "_rn_" not in c.name]
-        settings = bench.tunings()
-        if self.dry:
-            entrants, settings = entrants[:1], settings[::9]
-        self.compile_ahead([(c.name, setting) for c in entrants for setting in settings], clock)
-        numel = 2**13 if self.dry else 2**28
-        bench.tune(entrants, numel, rounds, timer, clock, settings, functools.partial(self.keep, "tune"))
+    def compile_ahead(self, names: Sequence[str]) -> None:
+        """Compile what is timed into Triton's cache on disk, on all cores: one process takes minutes."""
+        context = multiprocessing.get_context("spawn")  # a process that was forked cannot use CUDA
+        with ProcessPoolExecutor(min(benchmark.cores(), len(names)), context) as pool:
+            for name, done in [(name, pool.submit(compile_for, name)) for name in names]:
+                with suppress(Exception):  # the benchmark itself says what does not compile
+                    done.result()
+                    self.say(f"compiled {name}")
+
+    # -- correctness ----------------------------------------------------------------------------------------------
+
+    def check(self) -> bool:
+        """Run the tests marked `cuda` until the budget ends; return whether all ran and passed."""
+        jobs = self.asked.jobs or (1 if self.dry else min(benchmark.cores(), JOBS))
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OPTGEN_TEST_DEVICE": self.asked.device, "OPTGEN_TEST_KERNELS": " ".join(self.asked.kernels),
+            "OPTGEN_TEST_QUICK": "1" * self.asked.quick, "OPTGEN_TEST_HUGE": "1" * self.asked.huge,
+        }  # fmt: skip
+        files = CHECKS[:1] if self.asked.kernels or self.dry else CHECKS
+        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "-rfE", "-n", str(jobs), *files]
+        outcomes: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "SKIPPED": []}
+        lines: list[str] = []
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        ended = threading.Event()
+
+        def stop() -> None:
+            ended.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        watch = threading.Timer(max(self.end - time.monotonic(), 0.0), stop)
+        watch.start()
+        for line in process.stdout or ():
+            lines.append(line.rstrip())
+            if found := re.match(r"\[gw\d+\].*?(PASSED|FAILED|SKIPPED) (\S+)", line):
+                outcomes[found[1]].append(found[2])
+                if found[1] == "FAILED":
+                    self.say(line.rstrip())
+        watch.cancel()
+        complete = process.wait() in (0, 1) and not ended.is_set()
+        passed, failed = len(outcomes["PASSED"]), outcomes["FAILED"]
+        words = f"{passed} tests passed, {len(failed)} failed" + "; the budget ended before the rest" * (not complete)
+        ok = complete and passed > 0 and process.returncode == 0
+        self.data["correctness"] = {
+            "summary": words,
+            "ok": ok,
+            "outcomes": outcomes,
+            "output": [] if ok else lines[-200:],
+        }
+        self.data["checks"] = ["## Correctness", "", f"{words}.", "", *[f"- **{name}**" for name in failed[:20]], ""]
+        self.say(f"correctness: {words}")
+        return ok
+
+
+def compile_for(name: str) -> None:
+    """Step large and small tensors once, from whatever process."""
+    contender = next(c for c in benchmark.generated("triton") if c.name == name)
+    contender.build([torch.zeros(n, dtype=contender.dtype, device="cuda") for n in (4096, 64)]).step()
+    torch.cuda.synchronize()
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    asked = arguments(given)
+    if problem := unusable(asked.device):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    sys.path += map(str, asked.peers)
+    return Run(asked).run()
 
 
 if __name__ == "__main__":

@@ -200,19 +200,22 @@ def revert() -> None:
 
 
 def run(defect: dict[str, Any], files: Sequence[str]) -> str:
-    """Test with the defect in; return the first test that failed, "" for none, or the reason why nothing was run."""
+    """Test with the defect in; return the first test that it makes fail, "" for none, or why nothing can be said."""
     if not apply(defect):
         return "gone: the line was rewritten"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", "-m", "not slow and not full", *files]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        failed = _first_failure(files)
     finally:
         revert()
-    if done.returncode == 0:
-        return ""
+    return f"{failed} fails without it, too" if "::" in failed and _first_failure([failed]) else failed
+
+
+def _first_failure(files: Sequence[str]) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", "-m", "not slow and not full", *files]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    return failed[1] if failed else (done.stdout + done.stderr).strip().splitlines()[-1]
+    return "" if done.returncode == 0 else failed[1] if failed else f"{done.stdout}{done.stderr}"[-200:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.run is not None:
         defect = listed[args.run]
         found = run(defect, args.files)
-        if "::" in found:
+        if "::" in found and " " not in found:
             defect["noticed_by"] = found
         elif not found:
             defect["missed_by"] = sorted({*defect.get("missed_by", ()), *args.files})

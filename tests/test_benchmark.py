@@ -1,0 +1,380 @@
+"""The benchmarks: what they count, their statistics and reports, and whole runs over tiny tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.benchmark import Timer
+
+from optgen.runtime import launch, native
+from tools import bench_cpu, bench_memory, benchmark, cpu_kernel, gpu_check
+from tools.benchmark import BASE, COPY, FLAGSHIP, FP32, Contender, Lane, Target
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+
+
+def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Contender:
+    return Contender(name, FP32, make or (lambda p: torch.optim.SGD(p, lr=0.1)), kept=kept, **more)
+
+
+# What a step moves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "moved"),
+    [
+        (BASE, 12, 28),
+        ("torch AdamW fused bf16", 6, 14),
+        ("torch SGD momentum fused fp32", 8, 20),
+        ("AdamW int8_split24", 5.0625, 12.125),
+        ("AdamW fp32", 12, 28),
+        ("Lion int8_split24", 4.03125, 10.0625),
+    ],
+)
+def test_bytes_are_counted_on_the_tensors(name: str, kept: float, moved: float) -> None:
+    (one,) = (c for c in benchmark.torch_s_own() + benchmark.generated("reference") if c.name == name)
+    one.count("cpu")
+    assert (one.kept, one.moved) == (kept, moved)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+def test_traffic_is_what_the_kernel_s_header_says(name: str) -> None:
+    for c in benchmark.generated("triton"):
+        rule, _, plan = c.name.partition(" ")
+        if rule == name and c.dtype == torch.bfloat16:
+            text = (ROOT / "generated" / name.lower() / plan / "triton_kernels.py").read_text(encoding="utf-8")
+            said = re.search(r"traffic\s+([\d.]+) B per bfloat16 parameter", text)
+            c.count("cpu")
+            assert said and c.moved == float(said[1])
+
+
+def test_tensors_within_a_wrapper_and_shared_ones_are_counted_once() -> None:
+    class Wrapped(torch.Tensor):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes", "scale"], None
+
+    def make(params: Sequence[torch.nn.Parameter]) -> Any:
+        opt = torch.optim.SGD(params, lr=0.1)
+        wrapped = torch.zeros(2**14).as_subclass(Wrapped)
+        wrapped.codes, wrapped.scale = torch.zeros(2**14, dtype=torch.uint8), torch.zeros(256)  # type: ignore[attr-defined]
+        table = torch.zeros(1024)
+        opt.state[params[0]] = {"step": torch.zeros(3), "average": wrapped, "one": table, "two": table, "note": 3}
+        return opt
+
+    one = sgd("wrapped", make=make)
+    one.count("cpu")
+    assert one.kept == 4 + 1 + 256 * 4 / 2**14 + 1024 * 4 / 2**14
+
+
+def test_batches_keep_what_all_are_compared_with_and_fit() -> None:
+    field = [sgd(BASE, 12), sgd("a", 6), sgd(FLAGSHIP, 5), sgd("b", 6), sgd("c", 99)]
+    runs, left_out = benchmark.batches(field, 1000, memory=28_000)  # gradients take 4 bytes once
+    assert [[c.name for c in run] for run in runs] == [[BASE, FLAGSHIP, "a"], [BASE, FLAGSHIP, "b"]]
+    assert [c.name for c in left_out] == ["c"]
+    assert benchmark.batches(field[3:4], 1000, memory=100)[1] == [field[3]]
+
+
+def test_models_have_the_shapes_of_the_real_ones() -> None:
+    for shapes, tensors, numel in ((benchmark.gpt2(), 148, 124_439_808), (benchmark.llama_8b(), 291, 8_030_261_248)):
+        assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, numel)
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_medians_of_rounds() -> None:
+    """A round in which the machine was slow for all changes no ratio, and a round that one sat out has none."""
+
+    def lane(name: str, *seconds: float, first: int = 0, ours: bool = False) -> Lane:
+        found = sgd(name, 12, ours=ours)
+        return Lane(found, Timer("pass"), 4, dict(enumerate(seconds, first)))
+
+    lanes = {
+        BASE: lane(BASE, 3.0, 30.0, 3.0, 300.0),
+        "ours": lane("ours", 1.5, 15.0, 1.5, ours=True),
+        "peer": lane("peer", 60.0, 6.0, first=1),
+        COPY: lane(COPY, 0.75, 7.5, 0.75, 75.0),
+    }
+    row = benchmark._row("ours", lanes, numel=10, copied=140)
+    assert row["speed"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 3}
+    assert row["versus"] == {BASE: row["speed"], "peer": {"median": 4.0, "q1": 4.0, "q3": 4.0, "n": 2}}
+    assert row["of_copy"]["median"] == 0.5  # 28 bytes for each of 10 elements in 1.5 s, where 280 are copied in 0.75 s
+    assert row["ns_per_parameter"]["median"] == 0.15e9 and row["us"]["median"] == 1.5e6
+    assert benchmark._row(BASE, lanes, 10, 140)["speed"] is None
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    found = {"name": FLAGSHIP, "of_copy": {"median": 0.9}, "versus": {BASE: {"median": 1.4}}}
+    sections = {"3e7, 1": {"rows": [found]}}
+
+    def verdict(*of: Any, **more: Any) -> str:
+        return str(Target(FLAGSHIP, "3e7", *of, **more).judge(sections, ["avx2"])["verdict"])
+
+    assert [verdict(0.88, COPY), verdict(1.5), verdict(1.4)] == ["met", "missed", "met"]
+    assert [verdict(1.0, "peer"), verdict(1.0, threads=2)] == ["not measured"] * 2
+    assert verdict(1.0, needs="avx512f") == "not promised without avx512f"
+
+
+def test_every_target_is_of_a_contender_and_of_a_size_that_are_measured() -> None:
+    ours = {c.name for kind in ("cpp", "triton") for c in benchmark.generated(kind)}
+    others = {BASE, COPY, *(name for _, name, *_ in benchmark.PEERS)}
+    for target in (*bench_cpu.TARGETS, *gpu_check.TARGETS):
+        assert target.name in ours and target.against in others
+    assert {t.section for t in bench_cpu.TARGETS} <= set(bench_cpu.SIZES)
+    assert set(bench_cpu.QUICK) <= ours | {c.name for c in benchmark.torch_s_own()}
+
+
+def test_sizes() -> None:
+    assert bench_cpu.size("3e7")[1:] == ([(29_999_104,)], 1)
+    assert [bench_cpu.size(name)[2] for name in ("1e5", "1e6", "148x512")] == [100, 20, 100]
+    assert bench_cpu.size("5000")[1] == [(5000,)]  # small ones as they are
+    for wrong in ("many", "0", "0x512", "inf", "1x2x3"):
+        with pytest.raises(ValueError, match="is no size"):
+            bench_cpu.size(wrong)
+
+
+# Sections -------------------------------------------------------------------------------------------------------------
+
+
+class Breaking(torch.optim.SGD):
+    """An optimizer whose steps end in an error from a number on."""
+
+    left = 12
+
+    def step(self, closure: Any = None) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("cannot open /home/somebody/cache/kernel.so")
+
+
+def test_a_contender_that_fails_costs_nobody_else_a_row() -> None:
+    def refuse(params: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    late = sgd("late", 4, lambda p: Breaking(p, lr=0.1))
+    field = [sgd(BASE), sgd("bad", make=refuse), late, sgd("other", ours=True)]
+    found = benchmark.section("here", [(8,), (4, 4)], field, rounds=4, copied=64, memory=1e6)
+    assert [r["name"] for r in found["rows"]] == [BASE, "other"] and found["elements"] == 24
+    assert found["left_out"] == {
+        "bad": "RuntimeError: no such kernel",
+        "late": "OutOfMemoryError: cannot open kernel.so",
+    }
+    assert found["rows"][1]["speed"]["n"] == 4 and found["rows"][1]["of_copy"]["median"] > 0
+    page = "\n".join(benchmark.section_lines(found))
+    assert "## here, 1 thread" in page and "Left out: bad (RuntimeError: no such kernel); late (" in page
+    nothing = benchmark.section("here", [(8,)], field[:1], copied=64, memory=1e6, end=0.0)
+    assert nothing["rows"] == [] and nothing["left_out"] == {BASE: "no time left"}
+
+
+def test_a_code_path_holds_while_its_contender_is_built_and_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(os.environ.get("OPTGEN_ISA"))
+
+    monkeypatch.delenv("OPTGEN_ISA", raising=False)
+    field = [sgd(BASE), sgd("path", make=lambda p: Looking(p, lr=0.1), within=lambda: benchmark.code_path("portable"))]
+    benchmark.section("here", [(8,)], field, rounds=2, copied=0, memory=1e6)
+    assert set(seen) == {"portable"} and "OPTGEN_ISA" not in os.environ
+
+
+def test_peers_that_are_not_there_or_are_others_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flashoptim.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for name in ("deepspeed.ops.adam", "torchao.optim", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
+    for device in ("cpu", "cuda"):
+        found, missing = benchmark.peers(device)
+        assert found == [] and set(missing) == {name for kind, name, *_ in benchmark.PEERS if kind == device}
+    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
+    assert "has no attribute 'FlashAdamW'" in missing["FlashAdamW"]
+
+
+def test_tuning_holds_inside_its_block_only() -> None:
+    class Kernels:
+        TILE = {"f": 256, "g": 1024}
+        TILES = {"g": 2}
+
+    assert launch.Tuning().sizes(Kernels, "f") == (256, launch.TILES)  # type: ignore[arg-type]
+    assert launch.Tuning(tile=512, tiles=8).sizes(Kernels, "g") == (512, 8)  # type: ignore[arg-type]
+    seen = []
+
+    def fail() -> None:
+        with launch.tuned(launch.Tuning(warps=4)):
+            seen.append(launch._tuning.warps)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [4] and launch._tuning == launch.Tuning()
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+def test_reports_hold_no_paths() -> None:
+    said = "'/usr/bin/c++' -I/opt/x/include a.cpp: 1/2, and/or (~/b/c.py)"
+    assert benchmark.scrub(said) == "'c++' -Iinclude a.cpp: 1/2, and/or (c.py)"
+
+
+def test_processor_is_named_as_it_names_itself(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nmodel name\t: Some CPU 9000\n", encoding="utf-8")
+    assert benchmark.cpu_model(str(path)) == "Some CPU 9000"
+    path.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: Some CPU\n", encoding="utf-8")
+    assert benchmark.cpu_model(str(path)) == "Some CPU (family 26, model 2)"
+
+
+def test_tables_are_markdown() -> None:
+    head, rule, row, empty = benchmark.table(["name", "ms"], [["a", "1.5"]])
+    assert (head, row, empty) == ("| name |  ms |", "| a    | 1.5 |", "")
+    assert rule == "|------|----:|"
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+RUN = [
+    *("--quick", "--only", "adamw fp32", "--sizes", "8192", "2x64", "--threads", "1", "--rounds", "2"),
+    *("--backend", "reference", "--name", "Some CPU"),
+]
+
+
+def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTGEN_ISA", raising=False)
+    monkeypatch.setattr(bench_cpu, "TARGETS", (Target("AdamW fp32", "2x64", 1e9),))
+    assert bench_cpu.main([*RUN, "--out", str(tmp_path)]) == 0
+    assert bench_cpu.main([*RUN, "--out", str(tmp_path), "--strict"]) == 1
+    path = tmp_path / "cpu-some-cpu.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert {"device", "code_path", "cores", "date", "compiler", "packages"} <= set(data["machine"])
+    for key, title in (("8192, 1", "8,192 parameters, steps in a row"), ("2x64, 1", "2 tensors of 64")):
+        found = data["sections"][key]
+        base, ours = found["rows"]
+        assert (base["name"], ours["name"], found["title"]) == (BASE, "AdamW fp32", title) and not found["left_out"]
+        assert ours["speed"]["n"] == 2 and ours["moved"] == 28 and ours["ns_per_parameter"]["q1"] > 0
+    text = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert "## 2 tensors of 64, 1 thread" in text and "missed" in text
+    for written in (path.read_text(encoding="utf-8"), text):
+        assert str(tmp_path) not in written and str(ROOT) not in written
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--sizes", "lots"], "is no size"),
+        (["--threads", "0"], "--threads"),
+        (["--rounds", "-1"], "--rounds"),
+        (["--only", "nobody"], "no contender here has nobody in its name"),
+    ],
+)
+def test_wrong_calls_are_refused(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OPTGEN_ISA", raising=False)
+    assert bench_cpu.main([*given, "--out", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setenv("OPTGEN_ISA", "portable")
+    assert bench_cpu.main(["--out", str(tmp_path)]) == 2
+    assert "OPTGEN_ISA is set" in capsys.readouterr().err
+
+
+def test_the_tools_start_from_any_folder(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("OPTGEN_ISA", "PYTHONPATH")}
+    environment["TRITON_INTERPRET"] = "1"
+    for tool, given, words in (("bench_cpu", ["--sizes", "lots"], "is no size"), ("gpu_check", [], "is set")):
+        command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *given, "--out", str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr
+
+
+@pytest.fixture
+def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """Run gpu_check with stand-ins for its halves; give its exit code, report and page."""
+
+    def do(bench: Any, tests: str, *given: str) -> tuple[int, dict[str, Any], str]:
+        (tmp_path / "test_here.py").write_text(f"import pytest, time\npytestmark = pytest.mark.cuda\n{tests}")
+        monkeypatch.setattr(gpu_check, "CHECKS", (str(tmp_path / "test_here.py"),))
+        monkeypatch.setattr(gpu_check.Run, "bench", bench)
+        asked = ["--device", "cpu", "--out", str(tmp_path / "out"), *given]
+        code = gpu_check.Run(gpu_check.arguments(asked)).run()
+        (path,) = (tmp_path / "out").glob("*.json")
+        return code, json.loads(path.read_text()), path.with_suffix(".md").read_text(encoding="utf-8")
+
+    return do
+
+
+SECTION = {"title": "One", "tensors": 1, "elements": 5, "threads": 1, "rows": [], "left_out": {"a": "no time left"}}
+
+
+def test_what_is_wrong_decides_and_benchmarks_do_not(gpu_run: Any) -> None:
+    def bench(self: Any) -> None:
+        self.data["sections"]["tensor, 1"] = SECTION
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    code, data, page = gpu_run(bench, "def test_a(): pass\ndef test_b(): pass")
+    assert code == 0 and "illegal memory access" in data["bench_error"] and "2 tests passed, 0 failed." in page
+    assert "## One, 1 thread" in page
+    # The other half of the same day stays.
+    tests = "import os\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): os._exit(1)"
+    code, data, page = gpu_run(bench, tests, "--only", "correctness")
+    assert code == 1 and "## One, 1 thread" in page and "1 tests passed, 2 failed" in page
+    assert all(any(f"test_{x}" in name for name in data["correctness"]["outcomes"]["FAILED"]) for x in "bc")
+
+
+def test_the_budget_ends_a_run(gpu_run: Any) -> None:
+    code, _, page = gpu_run(lambda self: None, "def test_a(): time.sleep(600)", "--budget", "2")
+    assert code == 1 and "the budget ended before the rest" in page
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_both_halves(tmp_path: Path, interpreter: dict[str, str]) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
+    command += ["--kernels", "lion.fp32.float32", "--tune", "--json", "--budget", "2000"]
+    done = subprocess.run(command, cwd=tmp_path, env=interpreter, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "bench_error" not in found and found["correctness"]["ok"]
+    assert {"tensor, 1", "gpt2, 1", "llama_8b, 1", "tune, 1"} <= set(found["sections"])
+
+
+@needs_compiler
+def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cpu_kernel.main(["--optimizer", "SGD", "--numel", "8192", "--rounds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {row["variant"] for row in rows}
+    assert {"as it is", "nothing fetched", "tiles of 1024", "tiles of 2048", "tiles of 4096"} <= found
+    assert all(0 < row["least"] <= row["median"] for row in rows)
+    with pytest.raises(SystemExit, match="LAMB takes several stages"):
+        cpu_kernel.main(["--optimizer", "LAMB", "--numel", "8192"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can forget the peak of a process")
+def test_released_gradients_are_not_in_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTGEN_BACKEND")  # eager torch takes more room than kernels
+    layers, width = 24, 512
+    said: list[str] = []
+    given = ["--layers", str(layers), "--width", str(width), "--out", str(tmp_path), "--name", "here"]
+    assert bench_memory.main([*given, "--ways", "ordinary", "released"], said.append) == 0
+    ordinary, released = json.loads((tmp_path / "memory-here.json").read_text())["rows"]
+    assert [round(row["counted"], 4) for row in (ordinary, released)] == [7.0625, 5.0625]
+    numel = layers * width * width
+    # Each of a layer's tensors may leave a page unused at both ends, and the process moves by itself.
+    page = (4096 * 8 * layers + 2**20) / numel
+    # All but two layers' gradients are gone (one is being made while one is used), 2 bytes each.
+    assert ordinary["per_parameter"] - released["per_parameter"] >= 2 * (1 - 2 / layers) - page
+    assert released["per_parameter"] >= 5.0625 - page
+    assert "gradients released" in (tmp_path / "memory-here.md").read_text() and len(said) == 2

@@ -1,0 +1,510 @@
+"""What the benchmarks share: the machine, the contenders, rounds in which they take turns, targets and reports.
+
+Contenders stand in memory beside each other and are timed by torch.utils.benchmark, in a random order in every round. A
+ratio is the median of the rounds' own ratios: what slows a whole round down is in both of its times.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+BASE, FLAGSHIP, COPY = "torch AdamW fused fp32", "AdamW int8_split24", "copy"
+BF16, FP32 = torch.bfloat16, torch.float32
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
+LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.01}
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+SHARE, FEWEST = 15.0, 3
+"""Seconds that one contender may take of a section, and rounds in which the slowest takes part."""
+
+Shapes = list[tuple[int, ...]]
+Section = dict[str, Any]
+
+
+def gpt2(width: int = 768, layers: int = 12, vocabulary: int = 50257, context: int = 1024) -> Shapes:
+    """Return the shapes of GPT-2 (Radford et al. 2019), the 124M model with tied embeddings.
+
+    >>> len(gpt2()), sum(map(math.prod, gpt2()))
+    (148, 124439808)
+    """
+    w, h = width, 4 * width
+    layer: Shapes = [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, h), (h,), (h, w), (w,)]
+    return [(vocabulary, w), (context, w), *(layer * layers), (w,), (w,)]
+
+
+def llama_8b(width: int = 4096, layers: int = 32, hidden: int = 14336, keys: int = 1024, words: int = 128256) -> Shapes:
+    """Return the shapes of Llama 3.1 8B (Grattafiori et al. 2024).
+
+    >>> len(llama_8b()), sum(map(math.prod, llama_8b()))
+    (291, 8030261248)
+    """
+    w, h, k = width, hidden, keys
+    layer: Shapes = [(w, w), (k, w), (k, w), (w, w), (h, w), (h, w), (w, h), (w,), (w,)]
+    return [(words, w), *(layer * layers), (w,), (words, w)]
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe the machine as far as a reader of the figures has to know it, without anything that names it."""
+    from optgen.runtime import native
+
+    compiler = native.compiler()
+    packages = ("triton", "deepspeed", "torchao", "bitsandbytes", "flashoptim")
+    found: dict[str, Any] = {
+        "device": cpu_model(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "packages": {name: version for name in packages if (version := installed(name))},
+        "cores": cores(),
+        "compiler": scrub(compiler.version) if compiler else None,
+        "code_path": native.isa().name,
+        "vectors": sorted(native.cpu_flags() & {"avx2", "avx512f", "fma"}),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"device": gpu.name, "memory_gib": round(gpu.total_memory / 2**30), "cuda": torch.version.cuda}
+    return found
+
+
+def cpu_model(path: str = "/proc/cpuinfo") -> str:
+    """Return the processor's name, with its numbers where a virtual machine hides which one of its line it is."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
+    known = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", text, re.MULTILINE))
+    name = known.get("model name") or platform.processor() or platform.machine()
+    hidden = not re.search(r"\d", name) and "model" in known
+    return f"{name} (family {known.get('cpu family')}, model {known['model']})" if hidden else name
+
+
+def installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def slug(text: str) -> str:
+    """Return a name for files.
+
+    >>> slug("NVIDIA H200")
+    'nvidia-h200'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def scrub(text: str) -> str:
+    """Leave the folders of paths out.
+
+    >>> scrub("cannot open /home/somebody/cache/kernel.so: no such file")
+    'cannot open kernel.so: no such file'
+    """
+    start = r"(?:(?<=-[IL])|(?<![\w/.:]))(?:~|[A-Za-z]:)?"
+    return re.sub(start + r"(?:[\\/][\w.+@~-]+)*[\\/](?=[\w.+@~-])", "", text)
+
+
+# Contenders -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contender:
+    """One way to step a list of parameters.
+
+    make    build the optimizer, or raise where it cannot be had
+    within  context in which it is built and stepped
+    kept    bytes per element of weights and states, counted when it is first built
+    """
+
+    name: str
+    dtype: torch.dtype
+    make: Callable[[Sequence[torch.nn.Parameter]], Any]
+    ours: bool = False
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    kept: float = math.nan
+
+    @property
+    def moved(self) -> float:
+        """Bytes per element that a step has to move: weights and states read and written, gradients read."""
+        return 2 * self.kept + self.dtype.itemsize
+
+    def build(self, gradients: Sequence[Tensor]) -> Any:
+        params = [torch.nn.Parameter(torch.randn_like(g).mul_(0.02)) for g in gradients]
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        return self.make(params)
+
+    def count(self, device: str) -> None:
+        """Count `kept` on the tensors that are there after a step; libraries keep small tensors otherwise."""
+        g = torch.zeros(2**14, dtype=self.dtype, device=device)
+        with self.within():
+            optimizer = self.build([g])
+            optimizer.step()
+        (p,) = optimizer.param_groups[0]["params"]
+        kept = [x for name, value in optimizer.state[p].items() if name != "step" for x in _plain(value)]
+        unique = {x.data_ptr(): x.nbytes for x in [p.detach(), *kept] if x.numel() > 1}
+        self.kept = sum(unique.values()) / g.numel()
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a state is made of, where a library wraps codes and scales into one."""
+    if hasattr(value, "__tensor_flatten__"):
+        for part in value.__tensor_flatten__()[0]:
+            yield from _plain(getattr(value, part))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+@contextmanager
+def code_path(isa: str) -> Iterator[None]:
+    """Compile and load kernels for an instruction set within."""
+    os.environ["OPTGEN_ISA"] = isa
+    try:
+        yield
+    finally:
+        del os.environ["OPTGEN_ISA"]
+
+
+def generated(backend: str) -> list[Contender]:
+    """Return optgen's AdamW and Lion, on GPUs also SGD, on CPUs AdamW's other code paths."""
+    package = importlib.import_module("generated")
+
+    def ours(cls: str, plan: str, dtype: torch.dtype, hypers: dict[str, Any], isa: str = "") -> Contender:
+        made = getattr(package, cls)
+        within = (lambda: code_path(isa)) if isa else nullcontext
+        name = f"{cls} {plan}" + f", {isa}" * bool(isa)
+        return Contender(name, dtype, lambda p: made(p, plan=plan, backend=backend, **hypers), True, within)
+
+    rules = [("AdamW", ADAMW), ("Lion", LION)] + [("SGD", SGD)] * (backend == "triton")
+    plans = (("int8_split24", BF16), ("fp32", FP32), ("int8_rn_split24", BF16))
+    kept = {cls: getattr(package, cls).PLANS for cls, _ in rules}
+    found = [ours(cls, plan, dtype, h) for cls, h in rules for plan, dtype in plans if plan in kept[cls]]
+    paths = ("avx2", "portable") if backend == "cpp" else ()
+    return found + [ours("AdamW", "int8_split24", BF16, ADAMW, isa) for isa in paths]
+
+
+TORCH = (
+    (BASE, FP32, torch.optim.AdamW, {"fused": True, **ADAMW}),
+    ("torch AdamW fused bf16", BF16, torch.optim.AdamW, {"fused": True, **ADAMW}),
+    ("torch AdamW foreach fp32", FP32, torch.optim.AdamW, {"foreach": True, **ADAMW}),
+    ("torch SGD momentum fused fp32", FP32, torch.optim.SGD, {"fused": True, **SGD}),
+)
+PEERS = (
+    ("cpu", "DeepSpeedCPUAdam fp32", FP32, "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True, **ADAMW}),
+    ("cpu", "torchao AdamW8bit fp32", FP32, "torchao.optim", "AdamW8bit", ADAMW),
+    ("cpu", "torchao AdamW4bit fp32", FP32, "torchao.optim", "AdamW4bit", ADAMW),
+    ("cpu", "torchao AdamWFp8 fp32", FP32, "torchao.optim", "AdamWFp8", ADAMW),
+    ("cpu", "bitsandbytes AdamW8bit fp32", FP32, "bitsandbytes.optim", "AdamW8bit", ADAMW),
+    ("cuda", "FlashAdamW", BF16, "flashoptim", "FlashAdamW", ADAMW),
+    ("cuda", "FlashLion", BF16, "flashoptim", "FlashLion", LION),
+    ("cuda", "FlashSGD", BF16, "flashoptim", "FlashSGD", SGD),
+    ("cuda", "bitsandbytes AdamW8bit", BF16, "bitsandbytes.optim", "AdamW8bit", ADAMW),
+    ("cuda", "bitsandbytes Lion8bit", BF16, "bitsandbytes.optim", "Lion8bit", LION),
+)
+
+
+def torch_s_own() -> list[Contender]:
+    return [Contender(name, dtype, lambda p, cls=cls, h=h: cls(p, **h)) for name, dtype, cls, h in TORCH]  # type: ignore[misc]
+
+
+def peers(device: str) -> tuple[list[Contender], dict[str, str]]:
+    """Return (contenders that can be imported here, name -> why not for the rest)."""
+    # Extensions that are compiled when first used look for `ninja` on the path; it is installed beside Python.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    found, missing = [], {}
+    for kind, name, dtype, module, cls, hypers in PEERS:
+        if kind != device:
+            continue
+        try:
+            made = getattr(importlib.import_module(module), cls)
+        except Exception as error:  # a broken installation says so in many ways
+            missing[name] = "not installed" if isinstance(error, ModuleNotFoundError) else in_words(error)
+        else:
+            found.append(Contender(name, dtype, lambda p, make=made, h=hypers: make(p, **h)))  # type: ignore[misc]
+    return found, missing
+
+
+def in_words(error: BaseException) -> str:
+    return scrub(f"{type(error).__name__}: {str(error).strip()[:300]}")
+
+
+# A section: contenders over one list of tensors -----------------------------------------------------------------------
+
+
+@dataclass
+class Lane:
+    """A contender in memory: the seconds per step of each round in which it took part."""
+
+    contender: Contender
+    timer: Timer
+    rounds: int
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+def batches(found: Sequence[Contender], numel: int, memory: float) -> tuple[list[list[Contender]], list[Contender]]:
+    """Return (batches that fit into memory, contenders that fit in none); what all are compared with is in each."""
+
+    def size(chosen: Sequence[Contender]) -> float:
+        return numel * (sum(c.kept for c in chosen) + sum(dtype.itemsize for dtype in {c.dtype for c in chosen}))
+
+    first = [c for c in found if c.name in (BASE, FLAGSHIP) and size([c]) <= memory]
+    first = first if size(first) <= memory else first[:1]
+    out, left_out = [list(first)], []
+    for one in (c for c in found if c not in first):
+        if size([*first, one]) > memory:
+            left_out.append(one)
+        elif size([*out[-1], one]) <= memory:
+            out[-1].append(one)
+        else:
+            out.append([*first, one])
+    return out, left_out
+
+
+def free_memory(device: str) -> float:
+    """Return the bytes that contenders may take; the rest is for temporaries."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return 0.9 * torch.cuda.mem_get_info()[0]
+    found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    return 0.6 * 1024 * int(found[1]) if found else 2.0**32
+
+
+def section(
+    title: str, shapes: Shapes, contenders: Sequence[Contender], *, device: str = "cpu", threads: int = 1,
+    rounds: int = 10, steps: int = 1, copied: int = 2**28, memory: float | None = None, end: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
+) -> Section:  # fmt: skip
+    """Time all contenders over one list of tensors.
+
+    steps   in a row within a turn
+    copied  bytes of the buffer whose copying is timed beside them; 0: it is not
+    end     of time.monotonic(); no batch is begun after it
+    """
+    began, numel = time.monotonic(), sum(map(math.prod, shapes))
+    left_out: dict[str, str] = {}
+    fitting = []
+    for c in contenders:
+        try:
+            if math.isnan(c.kept):
+                c.count(device)
+            fitting.append(c)
+        except Exception as error:  # the contender's failure is a result, not the end of the run
+            left_out[c.name] = in_words(error)
+    runs, unfit = batches(fitting, numel, (free_memory(device) if memory is None else memory) - 2 * copied)
+    left_out |= {c.name: "does not fit into memory" for c in unfit}
+    rows: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        if time.monotonic() >= end:
+            left_out |= {c.name: "no time left" for c in run if c.name not in rows}
+            continue
+        lanes = _race(shapes, run, device, threads, rounds, steps, copied, left_out)
+        for name in lanes:
+            if name != COPY and name not in rows:
+                rows[name] = _row(name, lanes, numel, copied)
+        say(f"{title}: {', '.join(name for name in lanes if name != COPY)}")
+    order = [c.name for c in contenders]
+    return {
+        "title": title, "tensors": len(shapes), "elements": numel, "threads": threads, "rounds": rounds,
+        "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])), "left_out": left_out,
+        "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def _race(
+    shapes: Shapes, run: Sequence[Contender], device: str, threads: int, rounds: int, steps: int, copied: int,
+    left_out: dict[str, str],
+) -> dict[str, Lane]:  # fmt: skip
+    """Return the lanes of those that ran, and of copying; say of the rest why not."""
+    source = torch.empty(copied, dtype=torch.uint8, device=device).random_(0, 256)  # caches of some devices compress
+    target = torch.empty_like(source)
+    grads = {t: [torch.randn(s, device=device, dtype=t).mul_(1e-3) for s in shapes] for t in {c.dtype for c in run}}
+    lanes: dict[str, Lane] = {}
+    copy = Contender(COPY, FP32, lambda params: None)
+    for c in [copy] * bool(copied) + [*run]:
+        try:
+            with c.within():
+                step = (lambda: target.copy_(source)) if c is copy else c.build(grads[c.dtype]).step
+                timer = Timer("step()", globals={"step": step}, num_threads=threads)
+                turn = (steps + 2) * min(timer.timeit(1).median for _ in range(2))  # each turn warms up for two steps
+            lanes[c.name] = Lane(c, timer, max(min(rounds, FEWEST), min(rounds, int(SHARE / turn))))
+        except Exception as error:
+            left_out[c.name] = in_words(error)
+    order, shuffled = list(lanes), random.Random(0)
+    for number in range(rounds):
+        shuffled.shuffle(order)
+        for name in order:
+            lane = lanes.get(name)
+            # The rounds of the slow lie evenly among all.
+            if lane is None or (number + 1) * lane.rounds // rounds == number * lane.rounds // rounds:
+                continue
+            try:
+                with lane.contender.within():
+                    lane.seconds[number] = lane.timer.timeit(steps if name != COPY else 1).median
+            except Exception as error:
+                left_out[name] = in_words(error)
+                del lanes[name]
+    return lanes
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return median and quartiles, in as many digits as a run repeats.
+
+    >>> summary([1.0, 2.0, 3.0, 4.0, 5.0])
+    {'median': 3.0, 'q1': 2.0, 'q3': 4.0, 'n': 5}
+    """
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return {name: float(f"{x:.4g}") for name, x in (("median", median), ("q1", q1), ("q3", q3))} | {"n": len(values)}
+
+
+def _row(name: str, lanes: Mapping[str, Lane], numel: int, copied: int) -> dict[str, Any]:
+    """Return what is reported of a contender; ratios are above 1 where it is the faster one."""
+    own = lanes[name]
+    c = own.contender
+
+    def ratio(other: str, scale: float = 1.0) -> dict[str, float] | None:
+        both = [n for n in own.seconds if n in lanes[other].seconds] if other in lanes and other != name else []
+        return summary([scale * lanes[other].seconds[n] / own.seconds[n] for n in both]) if both else None
+
+    return {
+        "name": name, "ours": c.ours, "kept": round(c.kept, 4), "moved": round(c.moved, 4),
+        "us": summary([1e6 * s for s in own.seconds.values()]),
+        "ns_per_parameter": summary([1e9 * s / numel for s in own.seconds.values()]),
+        "speed": ratio(BASE), "of_copy": ratio(COPY, c.moved * numel / max(2 * copied, 1)),
+        "versus": {o: ratio(o) for o, lane in lanes.items() if c.ours and not lane.contender.ours and o != COPY},
+    }  # fmt: skip
+
+
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promise: `name` is at least so many times as fast as `against` (or moves that share of what copying moves).
+
+    needs  flag of the processor without which the promise is not given
+    """
+
+    name: str
+    section: str
+    least: float
+    against: str = BASE
+    threads: int = 1
+    needs: str = ""
+
+    def judge(self, sections: Mapping[str, Section], vectors: Sequence[str]) -> dict[str, Any]:
+        found = sections.get(f"{self.section}, {self.threads}", {})
+        row = next((r for r in found.get("rows", ()) if r["name"] == self.name), None)
+        measured = row and (row["of_copy"] if self.against == COPY else row["versus"].get(self.against))
+        if self.needs and self.needs not in vectors:
+            verdict = f"not promised without {self.needs}"
+        else:
+            verdict = "not measured" if not measured else "met" if measured["median"] >= self.least else "missed"
+        return {**self.__dict__, "measured": measured["median"] if measured else None, "verdict": verdict}
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file at once or not at all: a run may be cut short at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def save(path: Path, data: Mapping[str, Any]) -> None:
+    write(path, json.dumps(data, indent=1, default=str) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return an earlier report, {} where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, padded so that it reads as text as well, and an empty line."""
+    widths = [max(len(line[k]) for line in (head, *rows)) for k in range(len(head))]
+    numeric = [bool(rows) and all(r[k][:1].isdigit() or not r[k] for r in rows) for k in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)]
+    return [line(head), f"|{'|'.join(rule)}|", *map(line, rows), ""]
+
+
+def digits(value: float) -> str:
+    """Return three digits of a number.
+
+    >>> digits(0.5812), digits(34.06), digits(1234.5)
+    ('0.581', '34.1', '1234')
+    """
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def section_lines(found: Section) -> list[str]:
+    whole = found["tensors"] > 1
+    unit = "us" if whole else "ns_per_parameter"
+    head = ("", "B kept", "B moved", "us per step" if whole else "ns per parameter", "quartiles", "speed", "of copy")
+    rows = [
+        [
+            r["name"], f"{r['kept']:.4g}", f"{r['moved']:.4g}", digits(r[unit]["median"]),
+            f"{digits(r[unit]['q1'])} to {digits(r[unit]['q3'])}", digits(r["speed"]["median"]) if r["speed"] else "",
+            f"{r['of_copy']['median']:.0%}" if r["of_copy"] else "",
+        ]
+        for r in found["rows"]
+    ]  # fmt: skip
+    threads = f", {found['threads']} thread{'s' * (found['threads'] > 1)}" if found["threads"] else ""
+    left_out = [f"Left out: {'; '.join(f'{k} ({v})' for k, v in found['left_out'].items())}.", ""]
+    return [f"## {found['title']}{threads}", "", *table(head, rows), *(left_out if found["left_out"] else [])]
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """Return the report: the machine, what was checked, targets, and a table for each section."""
+    machine_ = data["machine"]
+    words = [f"{machine_['cores']} cores", f"torch {machine_['torch']}"]
+    words += [f"{name} {version}" for name, version in machine_["packages"].items()]
+    lines = [f"# {machine_['device']}, {machine_['date']}", "", ", ".join(words) + ".", "", *data.get("checks", ())]
+    measured = [t for t in data["targets"] if t["measured"] is not None]
+    rows = [
+        [t["name"], t["against"], t["section"], str(t["threads"] or ""), f"{t['least']:g}", digits(t["measured"]),
+         t["verdict"]] for t in measured
+    ]  # fmt: skip
+    if measured:
+        head = ("target", "against", "tensors", "threads", "at least", "measured", "")
+        lines += ["## Targets", "", *table(head, rows)]
+    for found in data["sections"].values():
+        lines += section_lines(found)
+    missing = "; ".join(f"{name} ({why})" for name, why in data["missing"].items())
+    return "\n".join([*lines, f"Not compared: {missing}." if missing else ""]).rstrip() + "\n"
