@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -98,6 +99,14 @@ def test_the_first_page_names_every_plan() -> None:
     names = [name for name, value in vars(plans).items() if isinstance(value, Plan)]
     rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
     assert [name for name in names if not any(f"`{name}`" in row for row in rows)] == []
+
+
+def test_the_chart_of_memory_is_what_the_formats_say() -> None:
+    spec = importlib.util.spec_from_file_location("draw_memory", ROOT / "tools" / "draw_memory.py")
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.FILE.read_text(encoding="utf-8") == tool.draw()
 
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
