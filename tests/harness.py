@@ -33,6 +33,7 @@ from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.runtime import native
 from optgen.runtime.eager import Blocks, rows_and_columns
+from tests import inlined
 
 
 def spec_of(name: str) -> Spec:
@@ -73,7 +74,7 @@ def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
     """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
     names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
     text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
-    lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
+    lines = [*reference.tables([s]), *inlined.step_function(s, "f")]
     rendered = wrapper.render(
         "triton.py.j2",
         header="",

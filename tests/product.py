@@ -11,6 +11,7 @@ import itertools
 import random
 import re
 import sys
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -23,9 +24,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from optgen.backends import host, reference
+from optgen.backends import host
 from optgen.base.errors import UserError
-from optgen.driver import emit, judge, targets
+from optgen.driver import eager_text, emit, judge, targets
 from optgen.driver.emit import Compiled, compile_case, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
@@ -33,7 +34,7 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Matrix, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
-from optgen.runtime import launch, layout, native, sums
+from optgen.runtime import launch, layout, native, records, stored, sums
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -202,6 +203,7 @@ class Built:
     decode: Callable[..., dict[str, Tensor]]
     encode: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     scalars: Callable[..., tuple[float, ...]]
+    variant: records.Variant
 
     @property
     def case(self) -> Case:
@@ -242,21 +244,39 @@ def build(cell: Cell) -> Built:
     param = dtypes.FROM_TORCH[cell.param]
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
-    schedules = [s.schedule for x in (compiled.strict, compiled.decode, compiled.encode) for s in x.stages]
-    # Modules of their own, as in a package: both import a `larger`.
-    on_host = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
-    on_host += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
-    lines = ["import torch", f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
-    lines += reference.tables(schedules)
-    lines += reference.step_function(compiled.strict, "step")
-    lines += reference.decode_function(compiled.decode, "decode")
-    lines += reference.encode_function(compiled.encode, "encode")
-    made: dict[str, Any] = {}
-    for part in (on_host, lines):
-        exec(compile("\n".join(part), f"<{cell}>", "exec"), space := {})
-        made |= {name: space[name] for name in ("step", "decode", "encode", "scalars_of_step") if name in space}
-    text = "\n".join((*on_host, *lines))
-    return Built(cell, spec, compiled, text, made["step"], made["decode"], made["encode"], made["scalars_of_step"])
+    row = emit._variant_row(spec, compiled, "step", "host", "host", "kernel")
+    known = vars(records)
+    variant = records.Variant(
+        function="step", param=cell.param, fields=tuple(eval(f, known) for f in row["fields"]), scalars=row["scalars"],
+        host=lambda *_: (), block=row["block"], matrix=row["matrix"], step=row["step"],
+        eager=eval(f"Eager({row['eager']})", known),
+    )  # fmt: skip
+    rule, codecs = rule_module(spec), codec_module(plan)
+    head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
+    found = eager_text.rule_step(spec, flags)
+    text = head + "\n".join(host.scalars_function(emit._host(found), unpack_of(spec), "scalars_of_step"))
+    made = _module(f"<{cell}>", text)
+    all_text = "\n".join([repr(row["fields"]), row["eager"], text, rule.TEXT, codecs.TEXT])
+    functions = stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
+    return Built(cell, spec, compiled, all_text, *functions, made.scalars_of_step, variant)
+
+
+def _module(name: str, text: str) -> Any:
+    """A module of that text, which it has as TEXT."""
+    module: Any = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+    module.TEXT = text
+    return module
+
+
+@lru_cache(maxsize=64)
+def rule_module(spec: Spec) -> Any:
+    return _module(f"<{spec.name}>", eager_text.rule_text(spec))
+
+
+@lru_cache(maxsize=64)
+def codec_module(plan: Plan) -> Any:
+    return _module(f"<{plan.name}>", eager_text.codec_text(plan))
 
 
 RUN_BY = ("optgen.runtime.layout", "optgen.runtime.sums", "optgen.runtime.keys")
@@ -305,7 +325,7 @@ class Run:
         tensors = [g if name == "g" else self.buffers[name] for name in names]
         tensors = [self._seen(x) if x.shape == g.shape else x for x in tensors]
         values = self.scalars()
-        count = len(self.built.compiled.strict.host)
+        count = len(self.built.variant.scalars)
         self.steps += 1
         done = self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
         if self.built.in_parts:  # what it yields is summed over the model: here it is all of it
@@ -321,8 +341,8 @@ class Run:
 
     def decoded(self) -> dict[str, Tensor]:
         """The fp32 weight under "p" and the fp32 states."""
-        buffers, shape = self.built.compiled.decode.program.buffers, self.buffers["p"].shape
-        stored = [self.buffers[b.name] for b in buffers if b.reads]
+        shape = self.buffers["p"].shape
+        stored = [self.buffers["p"], *(self.buffers[f.name] for f in self.built.variant.fields if f.wide)]
         made = self.built.decode(*(self._seen(x) if x.shape == shape else x for x in stored))
         return {name: x.view(shape) for name, x in made.items()} | {
             name: self.buffers[name].float() for name in small_states(self.built)
@@ -452,10 +472,11 @@ def optimizer_texts(cell: Cell) -> dict[str, str]:
         and case.vector <= cell.vector
         and all(case.flags[name] == flags[name] for name in chosen)
     ]
-    made = emit.emit_plan(spec, plan, maths="strict", cases=cases)
-    return {f"{cell.plan}/{file}": text for file, text in made.items()} | {
-        "__init__.py": emit.emit_class(spec, (cell.plan,))
-    }
+    made = emit.emit_plan(spec, plan, maths="strict", cases=cases, above="..")
+    files = {f"{cell.plan}/{file}": text for file, text in made.items()}
+    if not eager_text.is_ready(plan):
+        files[f"plans/{cell.plan}/eager.py"] = eager_text.codec_text(plan)
+    return files | {"__init__.py": emit.emit_class(spec, (cell.plan,)), "eager.py": eager_text.rule_text(spec)}
 
 
 def optimizer_class(cell: Cell, folder: Path) -> Any:

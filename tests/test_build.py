@@ -118,7 +118,7 @@ def test_the_folder_it_runs_in_changes_no_byte(
         run(names=(os.path.relpath(file),), plans=("fp32",), out=str(out))
         run(names=("fromage",), plans=("fp32",), out=str(out))
         made[folder] = content(out)
-    assert b"specs/first.py" in made[project]["first/fp32/reference.py"]
+    assert b"specs/first.py" in made[project]["first/eager.py"]
     assert all(files == made[project] for files in made.values())
 
 
@@ -453,14 +453,14 @@ def test_naming_a_plan_leaves_the_others(project: Path) -> None:
 
 def test_edited_files_are_not_overwritten(project: Path) -> None:
     run()
-    edited = project / "generated/first/fp32/reference.py"
+    edited = project / "generated/first/eager.py"
     edited.write_text(edited.read_text() + "# mine\n")
     before = content(project / "generated")
     (project / "specs/first.py").write_text(rule("first", "5e-3"))
     with pytest.raises(UserError) as caught:
         run()
     assert caught.value.code == "E406"
-    assert "first/fp32/reference.py" in str(caught.value)
+    assert "first/eager.py" in str(caught.value)
     assert content(project / "generated") == before
     run(force=True)
     assert "# mine" not in edited.read_text()
@@ -788,7 +788,7 @@ def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch, caplo
         assert cls is optgen.compile("specs/first.py", plan="int8_split24")
     assert [r.getMessage() for r in caplog.records] == ["generating First under plan int8_split24"]
     assert cls.PLANS == ("int8_split24",)
-    source = importlib.import_module(f"{cls.__module__}.int8_split24.reference").__file__
+    source = importlib.import_module(f"{cls.__module__}.eager").__file__
     assert source is not None
     assert Path(source).is_relative_to(project / "cache/optgen")
     assert (project / "cache/optgen").stat().st_mode & 0o777 == 0o700

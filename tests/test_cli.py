@@ -63,7 +63,7 @@ def test_new_build_check_list(project: Path, run: Run) -> None:
     code, out, _ = run("build", "--json")
     data = as_json(out)
     assert (code, data["out"]) == (0, "generated")
-    assert "my_rule/fp32/reference.py" in data["written"]
+    assert "my_rule/eager.py" in data["written"]
     code, out, _ = run("build", "--check")
     assert (code, "up to date" in out) == (0, True)
     code, out, _ = run("list", "--json")

@@ -15,7 +15,6 @@ import torch
 
 from optgen.accumulate import accumulator
 from optgen.backends.printer import Printer
-from optgen.backends.reference import SPELL
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, lookahead, optimizer, state
 from optgen.lang.spec import Spec
@@ -26,6 +25,7 @@ from optgen.runtime.eager import Blocks, rotl
 from optgen.runtime.keys import step_key, stream_key
 from optgen.runtime.release import Sums
 from tests import harness
+from tests.inlined import INLINED as SPELL
 
 N = 1 << 18
 SIGMAS = 6.0

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Let, Program, Schedule, Step, Store
+from optgen.ir.program import Buffer, Let, Program, Schedule, Stage, Step, Store
 from optgen.ops import spaces
 from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
+
+X, ROOT = "x", "root"
+"""Buffers of codec programs that are no fields: the fp32 value, and the root that is read back of it."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The steps of a format alone; `names`: its fields' buffers in the order in which they are stored."""
+
+    names: tuple[str, ...]
+    decode: Step
+    root: Step | None
+    encode: Step | None
+    nearest: Step
 
 
 def _const(p: Printer, n: Node) -> Text:
@@ -94,12 +109,7 @@ def _table(p: Printer, n: Node) -> Text:
 
 
 def _gather(p: Printer, n: Node) -> Text:
-    return f"{n.op}({p.text(n.args[0])}, dims)", ATOM
-
-
-def _gathers(programs: Iterable[Program]) -> set[str]:
-    """The names of what is gathered along the dimensions of columns."""
-    return {n.op for program in programs for n in postorder(program.roots()) if n.op in GATHERS}
+    return f"{n.op}({p.text(n.args[0])}, b.dims)", ATOM
 
 
 def _called(p: Printer, n: Node) -> Text:
@@ -110,30 +120,39 @@ def _called(p: Printer, n: Node) -> Text:
 
 
 def _load(p: Printer, n: Node) -> Text:
-    name = f'values["{n.attr[3:]}"]' if n.attr.startswith("in_") else f"{n.attr}_tensor"
+    assert isinstance(p, ReferencePrinter)
+    stored = n.attr in p.stored
+    if stored and n.space == spaces.elem:
+        return f'b.load("{n.attr}")', ATOM
+    name = n.attr if n.attr == X else f'stored["{n.attr}"]' if stored else f"{n.attr}_tensor"
     if n.space.name in spaces.SMALL:
-        beside = isinstance(p, ReferencePrinter) and p.space == spaces.elem
-        return (f"b.spread({name})", ATOM) if beside else (name, ATOM)
+        return (f"b.spread({name})", ATOM) if p.space == spaces.elem else (name, ATOM)
     if n.dtype.packed:
         return f"b.codes({name}, {n.dtype.bits})", ATOM
-    get = "per_block" if n.space.name == "block" else "elements"
-    # The gradient comes in any float dtype, whatever the program calls it; a 0-dim scalar would not widen it.
-    wide = ".to(torch.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
-    return f"b.{get}({name}){wide}", ATOM
+    if n.attr == X:
+        return name, ATOM
+    return f"b.{'per_block' if n.space.name == 'block' else 'elements'}({name})", ATOM
+
+
+def _draw(p: Printer, n: Node) -> Text:
+    kind, bits, width = n.attr
+    return f"noise.{kind}({bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 
 @dataclass
 class ReferencePrinter(Printer):
-    """A printer that knows over which space the stage runs."""
+    """A printer that knows over which space the stage runs, and which buffers a plan's codecs load and store."""
 
     space: Space = spaces.elem
+    stored: frozenset[str] = frozenset()
 
 
 SPELL: dict[str, Spelling] = {
     "const": _const,
     "sym": lambda p, n: (str(n.attr), ATOM),
     "key": lambda p, n: (str(n.attr), ATOM),
-    "index": lambda p, n: ("b.index()", ATOM),
+    "draw": _draw,
+    "kept": lambda p, n: (f'b.kept("{n.attr}", {p.text(n.args[0])})', ATOM),
     "load": _load,
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
@@ -181,15 +200,7 @@ def assemble(lines: dict[str, list[tuple[str, str]]], source: str = "") -> list[
     return out
 
 
-def _kind(program: Program, buffer: str) -> tuple[str, str]:
-    """How the method that stores it ends, and its last argument."""
-    b = program.buffer(buffer)
-    if b.dtype.packed:
-        return "_codes", f", {b.dtype.bits}"
-    return ("_per_block" if b.space.name == "block" else ""), ""
-
-
-def _stored(program: Program, s: Store, printer: Printer) -> str:
+def _stored(program: Program, s: Store, printer: ReferencePrinter) -> str:
     """The line of a store."""
     buffer = program.buffer(s.buffer)
     value, name = printer.text(s.node), f"{s.buffer}_tensor"
@@ -199,59 +210,53 @@ def _stored(program: Program, s: Store, printer: Printer) -> str:
         if program.space == spaces.elem:
             return f"{name} = b.{buffer.reduction}({value})"
         return f'{name} = few_{buffer.reduction.split("_")[1]}({value}, "{buffer.space.name}")'
-    if buffer.role == "temp":
+    if buffer.name not in printer.stored:
         return f"{name} = b.flat({value})" if buffer.space == spaces.elem else f"{name} = {value}"
     if buffer.space.name in spaces.SMALL:
-        return f"put({name}, {value})"
-    kind, more = _kind(program, s.buffer)
-    return f"b.store{kind}({name}, {value}{more})"
+        return f'put(stored["{s.buffer}"], {value})'
+    return f'b.store("{s.buffer}", {value})'
 
 
-def _block_size(program: Program) -> int:
-    return program.block if program.space == spaces.elem else 1
+def _stage_lines(stage: Stage, printer: ReferencePrinter, order: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """The lines of a stage: what it binds, the sums that it leaves, what it stores; `order`: of what is stored."""
+    program, sweep = stage.schedule.program, stage.schedule.sweep
+    lines = bound_lines(sweep.lets, printer)
+    first = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]
+    rest = [s for s in sweep.stores if s not in first]
+    stores = first + sorted(rest, key=lambda s: order.index(s.buffer) if s.buffer in order else -1)
+    for s in _endangered(stores, sweep.lets):
+        name = f"{s.buffer}_new"
+        kept = f"{printer.text(s.node, ATOM)}.clone()" if s.node.op in ("load", "bitcast") else printer.text(s.node)
+        lines["encode"].append((f"{name} = {kept}", ""))
+        printer.names[s.node.uid] = name
+    lines["encode"] += [(_stored(program, s, printer), "") for s in stores]
+    return lines
 
 
-def _dims(step: Step) -> list[str]:
-    """The argument that says of which dimensions columns are made, where something is kept by them; default: of one."""
-    return ["dims=None"] if any(b.space == spaces.axis for b in step.program.buffers) else []
-
-
-def step_function(step: Step, function: str, source: str = "") -> list[str]:
-    """`def function(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: one step, in place."""
-    host = [let.name for let in step.host]
-    tensors = [f"{b.name}_tensor" for b in step.program.buffers]
-    more = ["place=None", *_dims(step)]
-    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key", *more], "):")
-    out.append('    """One step in place, in strict maths."""')
-    blocks = [_block_size(s.schedule.program) for s in step.stages]
-    out.append(f"    b = Blocks(p_tensor, {blocks[0]}, place)")
-    if host:
-        # One name needs the comma that makes it a tuple; more are wrapped in parentheses where they are many.
-        names = wrapped("(", host, f"{',' if len(host) == 1 else ''}) = scalars(")
-        out += [f"    {line}" for line in names[:-1]] + [
-            f"    {line}" for line in wrapped(f"{names[-1]}", ["p_tensor", *host], ")")
-        ]
-    for k, stage in enumerate(step.stages):
-        program, sweep = stage.schedule.program, stage.schedule.sweep
+def rule_function(step: Step, function: str, source: str = "") -> list[str]:
+    """`def function(stored, scalars...)`: one step of a rule alone; `stored` a runtime.stored.Stored."""
+    out = wrapped(f"def {function}(", ["stored", *(let.name for let in step.host)], "):")
+    out.append('    """One step in place, in strict maths; the codecs of a plan load and store."""')
+    stored = frozenset(b.name for b in step.program.buffers)
+    bases = {base for _, base in step.program.together}
+    order = ["p", *sorted((b.owner for b in step.program.buffers), key=lambda owner: owner not in bases)]
+    begun = False
+    for stage in step.stages:
+        program = stage.schedule.program
         if len(step.stages) > 1:
             what = f"sweep {step.sweeps.index(stage) + 1}" if stage.is_sweep else stage.call or stage.space.name
             out += ["", f"    # == {what}: {stage.why}"]
-        if k and stage.space == spaces.elem:
-            before = next((blocks[i] for i in range(k - 1, -1, -1) if step.stages[i].space == spaces.elem), blocks[0])
-            if before != blocks[k]:
-                out.append(f"    b = Blocks(p_tensor, {blocks[k]}, place)")
-        printer = ReferencePrinter(SPELL, {}, stage.space)
-        lines = bound_lines(sweep.lets, printer)
-        first = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]
-        stores = first + [s for s in sweep.stores if s not in first]
-        for s in _endangered(stores, sweep.lets):
-            name = f"{s.buffer}_new"
-            kept = f"{printer.text(s.node, ATOM)}.clone()" if s.node.op in ("load", "bitcast") else printer.text(s.node)
-            lines["encode"].append((f"{name} = {kept}", ""))
-            printer.names[s.node.uid] = name
-        lines["encode"] += [(_stored(program, s, printer), "") for s in stores]
+        touched = [f'"{b.name}"' for b in program.touched if b.name in stored and b.space == spaces.elem]
+        if stage.space == spaces.elem or (not begun and _needs_blocks(program)):
+            out += [f"    {line}" for line in wrapped("b = stored.over(", touched, ")")]
+            begun = True
+        lines = _stage_lines(stage, ReferencePrinter(SPELL, {}, stage.space, stored), order)
         out += [f"    {line}" for line in assemble(lines, source)]
     return out
+
+
+def _needs_blocks(program: Program) -> bool:
+    return program.is_sized or any(n.op in GATHERS for n in postorder(program.roots()))
 
 
 def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
@@ -273,51 +278,59 @@ def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
     return found
 
 
-def decode_function(step: Step, function: str) -> list[str]:
-    """`def function(p, fields..., dims) -> dict`: the f32 weight under "p" and the f32 states, shaped as p."""
-    tensors = [f"{b.name}_tensor" for b in step.program.buffers if b.reads]
-    out = wrapped(f"def {function}(", [*tensors, *_dims(step)], "):")
-    out.append('    """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter\'s shape."""')
-    return out + _codec(step, "p_tensor", lambda program, name: (f'"{program.buffer(name).owner}"', "", ""))
+def codec_functions(codec: Codec, name: str) -> list[list[str]]:
+    """The functions name_decode(b, fields...), name_root, name_encode(b, x, noise) and name_nearest(b, x)."""
+    out = [_reads(codec.decode, f"{name}_decode", X, codec.names)]
+    if codec.root is not None:
+        out.append(_reads(codec.root, f"{name}_root", ROOT, codec.names))
+    if codec.encode is not None:
+        out.append(_writes(codec.encode, f"{name}_encode", "b, x, noise", codec.names))
+    return [*out, _writes(codec.nearest, f"{name}_nearest", "b, x", codec.names)]
 
 
-def encode_function(step: Step, function: str) -> list[str]:
-    """`def function(values, dims) -> dict`: fields from fp32 values, rounded to nearest."""
-    out = [f"def {function}({', '.join(['values', *_dims(step)])}):"]
-    out.append('    """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""')
-    return out + _codec(step, 'values["p"]', lambda program, name: (f'"{name}"', *_kind(program, name)))
+def _reads(step: Step, function: str, result: str, fields: Sequence[str]) -> list[str]:
+    lines, found = _codec_lines(step)
+    head = wrapped(f"def {function}(", ["b", *(f"{field}_tensor" for field in fields)], "):")
+    return [*head, *lines, f"    return {found[result]}"]
 
 
-def _codec(step: Step, weight: str, entry: Callable[[Program, str], tuple[str, str, str]]) -> list[str]:
-    """The body of a codec; `entry` says of a store under which key it is returned, and how `Blocks.flat` ends."""
-    block = step.program.block
-    out = [f"    b = Blocks({weight}, {block})"]
-    results = {}
+def _writes(step: Step, function: str, arguments: str, fields: Sequence[str]) -> list[str]:
+    lines, found = _codec_lines(step)
+    results = [found[field] for field in (*fields, *([ROOT] if ROOT in found else []))]
+    if len(results) == 1:
+        return [f"def {function}({arguments}):", *lines, f"    return ({results[0]},)"]
+    return [f"def {function}({arguments}):", *lines, *(f"    {line}" for line in wrapped("return (", results, ")"))]
+
+
+def _codec_lines(step: Step) -> tuple[list[str], dict[str, str]]:
+    """The body of a codec's function, and each result's expression: fields as they are stored, X and ROOT as read."""
+    out: list[str] = []
+    found: dict[str, str] = {}
     for stage in step.stages:
         program, sweep = stage.schedule.program, stage.schedule.sweep
-        if _block_size(program) != block and stage.space == spaces.elem:
-            block = _block_size(program)
-            out.append(f"    b = Blocks({weight}, {block})")
         printer = ReferencePrinter(SPELL, {}, stage.space)
-        lines = bound_lines(sweep.lets, printer)
+        lines = bound_lines(tuple(let for let in sweep.lets if let.node.attr != X), printer)
         out += [f"    {line}" for lets in lines.values() for line in with_comments(lets)]
         for s in sweep.stores:
             buffer = program.buffer(s.buffer)
             if buffer.role in ("partial", "temp"):
                 out.append(f"    {_stored(program, s, printer)}")
                 continue
-            key, kind, more = entry(program, s.buffer)
             text = printer.text(s.node)
-            if buffer.space.name in spaces.SMALL:
-                # Later stages read it as what is kept.
+            if buffer.name not in (X, ROOT) and buffer.space.name not in spaces.SMALL:
+                text = _flat(buffer, text)
+            if stage is not step.stages[-1]:  # later stages read it as it is kept
                 out.append(f"    {s.buffer}_tensor = {text}")
-                results[s.buffer] = f"{key}: {s.buffer}_tensor"
-            else:
-                results[s.buffer] = f"{key}: b.flat{kind}({text}{more})"
-                if stage is not step.stages[-1]:
-                    out.append(f"    {s.buffer}_tensor = b.flat{kind}({text}{more})")
-                    results[s.buffer] = f"{key}: {s.buffer}_tensor"
-    return [*out, "    return {", *(f"        {result}," for result in results.values()), "    }"]
+                text = f"{s.buffer}_tensor"
+            found[s.buffer] = text
+    return out, found
+
+
+def _flat(buffer: Buffer, text: str) -> str:
+    """A field's contents in the shape in which they are kept."""
+    if buffer.dtype.packed:
+        return f"b.flat_codes({text}, {buffer.dtype.bits})"
+    return f"b.flat_per_block({text})" if buffer.space.name == "block" else f"b.flat({text})"
 
 
 def tables(schedules: list[Schedule]) -> list[str]:
@@ -334,28 +347,13 @@ def listed(name: str, numbers: tuple[float, ...]) -> list[str]:
     return wrapped(f"{name} = (", [repr(x) for x in numbers], ")")
 
 
-def needs(schedules: list[Schedule]) -> list[str]:
-    """Names to import from optgen.runtime.eager."""
-    names = {"Blocks"}
-    for s in schedules:
-        for buffer in (s.program.buffer(x.buffer) for x in s.sweep.stores):
-            if buffer.role == "partial" and s.program.space != spaces.elem:
-                names.add(f"few_{buffer.reduction.split('_')[1]}")
-            elif buffer.role == "state" and buffer.space.name in spaces.SMALL:
-                names.add("put")
-        names |= {str(n.attr) for n in postorder(s.program.roots()) if n.op == "call"}
-        names |= _gathers([s.program])
-        if s.program.host:
-            names.add("scalars")
-        for n in postorder(s.program.roots()):
-            if n.op in ("block_max", "block_min"):
-                names.add(n.op)
-            if n.op in ("sqrt", "rotl", "lookup", "search"):
-                names.add(n.op)
-            if _of_numbers(n):
-                names.add("choose")
-            if _of_zeros(n):
-                names.add("larger" if n.op == "max" else "smaller")
-            if n.op == "div" and "const" in (a.op for a in n.args):
-                names.add("quotient")
-    return sorted(names)
+HELPERS = (
+    "axis_max", "axis_min", "block_max", "block_min", "choose", "few_max", "few_sum", "larger", "lookup",
+    "newton_schulz", "put", "quotient", "rotl", "search", "smaller", "sqrt",
+)  # fmt: skip
+
+
+def needs(functions: Iterable[Iterable[str]]) -> list[str]:
+    """Names that these functions' lines want from optgen.runtime.eager."""
+    text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
+    return [name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", text)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import emit, judge, load, swap, targets
+from optgen.driver import eager_text, emit, judge, load, swap, targets
 from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -34,6 +34,8 @@ MANIFEST = "MANIFEST.json"
 INIT = "__init__.py"
 STUB = "../optgen/optim/__init__.pyi"
 """The types of the ready-made classes, from their generated folder: it belongs to the build of this repository."""
+READY = "../optgen/plans/"
+"""The codec modules of the ready-made plans, likewise."""
 PROCESSES = 2  # more would not help: half of the time is one process' start and the specs it reads
 MANY_JOBS = 4
 
@@ -188,6 +190,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
     files = _print(units, maths, backends, project, track)
+    files |= _codecs(units)
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
@@ -204,7 +207,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
     if ready.is_checkout() and out.resolve() == ready.generated_dir() and not request.partial:
-        files[STUB] = emit.emit_stub(u.spec for u in units)
+        files |= {STUB: emit.emit_stub(u.spec for u in units)} | _ready_codecs(project)
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
@@ -382,12 +385,26 @@ def _do(job: Job) -> Printed:
     """Path below the generated folder -> text."""
     spec = load.find_spec(job.spec, job.project)
     if not job.plan:
-        return {f"{spec.name}/{INIT}": emit.emit_class(spec, job.listed)}
+        rule = f"{spec.name}/{eager_text.FILE}"
+        return {f"{spec.name}/{INIT}": emit.emit_class(spec, job.listed), rule: eager_text.rule_text(spec)}
     plan = load.find_plan(job.plan, job.project)
     files = emit.emit_plan(spec, plan, maths=job.maths)
     left = {file for backend, file in emit.FILES.items() if backend not in job.backends}
     files = {name: text for name, text in files.items() if name not in left}
     return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
+
+
+def _codecs(units: Sequence[Unit]) -> Printed:
+    """The codec modules of the user's plans."""
+    plans = {plan.name: plan for u in units for plan in u.plans if not eager_text.is_ready(plan)}
+    files = {f"{eager_text.PLANS}/{name}/{eager_text.FILE}": eager_text.codec_text(p) for name, p in plans.items()}
+    return dict(sorted(files.items()))
+
+
+def _ready_codecs(project: Path) -> Printed:
+    """The codec modules of the ready-made plans, by their path from the repository's generated folder."""
+    found = {name: plan for name, plan in load.plans(project).items() if eager_text.is_ready(plan)}
+    return {f"{READY}{name}/{eager_text.FILE}": eager_text.codec_text(plan) for name, plan in found.items()}
 
 
 def _print(
@@ -507,7 +524,7 @@ def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome:
 def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest) -> None:
     """Refuses where a file that would change is not as an earlier build left it."""
     edited = []
-    for name in sorted({*files, *stale} - {MANIFEST, STUB}):
+    for name in sorted(x for x in {*files, *stale} if x != MANIFEST and not _is_beside(x)):
         old = _read(out / name)
         if old is None or old == files.get(name) or not old.strip():
             continue
@@ -518,16 +535,22 @@ def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], ma
         raise UserError("E406", out=relative(str(out)), names=", ".join(edited[:3]) + more)
 
 
+def _is_beside(name: str) -> bool:
+    """Return True for files of this package, which a build of this repository writes beside its generated folder."""
+    return name == STUB or name.startswith(READY)
+
+
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
     """Writes what differs, all of it or nothing, the manifest last."""
     if outcome.clean:
         return
     try:
         written = {name: files[name] for name in outcome.written}
-        stub = written.pop(STUB, None)
+        beside = {name: written.pop(name) for name in outcome.written if _is_beside(name)}
         swap.replace_files(out, written, outcome.removed, MANIFEST)
-        if stub is not None:
-            (out / STUB).write_text(stub, encoding="utf-8", newline="\n")
+        for name, text in beside.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text, encoding="utf-8", newline="\n")
         _drop_empty(out, outcome.removed)
     except OSError as error:
         place = error.filename2 or error.filename or out

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import optgen
 from optgen import passes
 from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
-from optgen.base.loc import relative
-from optgen.driver import explain, judge, targets
+from optgen.driver import eager_text, explain, judge, targets
+from optgen.driver.pool import Pool, replaced
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan, Storage, field_names
+from optgen.formats.plan import Plan, field_names
 from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower, lower_decode, lower_encode, matrix_of, needs_matrix
+from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
 
 Maths = Literal["strict", "fast"]
@@ -29,54 +29,17 @@ FILES = {"triton": "triton_kernels.py", "cpp": "kernels.cpp"}
 
 @dataclass(frozen=True)
 class Compiled:
-    """One case, through the passes in both maths modes."""
+    """One case through the passes; `fast` in the maths that was asked for."""
 
+    spec: Spec
     case: Case
-    strict: Step
+    program: Program
     fast: Step
-    decode: Step
-    encode: Step
 
-
-@dataclass
-class Pool:
-    """Functions by their text: the same text is printed once, whoever needs it.
-
-    `scalars` are the names of the function's host scalars: two functions that differ in nothing else are one,
-    because scalars are passed by position.
-    """
-
-    names: dict[str, str] = field(default_factory=dict)
-    functions: list[list[str]] = field(default_factory=list)
-
-    def add(self, wanted: str, make: Callable[[str], list[str]], scalars: Sequence[str] = ()) -> str:
-        """The name under which `make(name) -> lines` stands; an equal one made before is used again."""
-        name, new = self.name(wanted, make("@"), scalars)
-        if new:
-            self.functions.append(make(name))
-        return name
-
-    def name(self, wanted: str, lines: Sequence[str], scalars: Sequence[str] = ()) -> tuple[str, bool]:
-        """The name of a function that is printed as these lines under the name @, and whether it is a new one."""
-        marker = "\n".join(lines)
-        if scalars:
-            # Comments are aligned to names' lengths, so blanks do not count either.
-            marker = " ".join(_replaced(marker, {name: f"${i}" for i, name in enumerate(scalars)}).split())
-        if marker in self.names:
-            return self.names[marker], False
-        name, k = wanted, 1
-        while name in self.names.values():
-            k += 1
-            name = f"{wanted}_{k}"
-        self.names[marker] = name
-        return name, True
-
-    def keep(self, marker: str, name: str, lines: list[str]) -> str:
-        """As `add` of what is printed already, under a name of its own."""
-        if marker not in self.names:
-            self.names[marker] = name
-            self.functions.append(lines)
-        return self.names[marker]
+    @cached_property
+    def strict(self) -> Step:
+        """The step in strict maths."""
+        return targets.placed(self.spec, passes.step(self.program, "strict"))
 
 
 @dataclass
@@ -104,8 +67,8 @@ class Functions:
         for lines, same in zip(_units(found.lines), _units(compared), strict=True):
             own, short = _defined(lines), _defined(same)
             kept = {x.replace(name, "@", 1): y for x, y in renamed.items()} | {short: "@"}
-            marker = _replaced("\n".join(same), kept)
-            renamed[own] = self.pool.keep(marker, own, _replaced("\n".join(lines), renamed).split("\n"))
+            marker = replaced("\n".join(same), kept)
+            renamed[own] = self.pool.keep(marker, own, replaced("\n".join(lines), renamed).split("\n"))
             renamed[f"{own}_flat"] = f"{renamed[own]}_flat"
         self.tiles |= {renamed[key]: value for key, value in found.tiles.items()}
         self.limits |= {renamed[key]: value for key, value in found.limits.items()}
@@ -132,66 +95,12 @@ def _defined(unit: Sequence[str]) -> str:
     return unit[1].removeprefix("def ").split("(")[0]
 
 
-@lru_cache(maxsize=256)
-def _words(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"(?<![@\w])(?:{'|'.join(map(re.escape, names))})(?!\w)")
-
-
-def _replaced(text: str, names: Mapping[str, str]) -> str:
-    """The text with whole words replaced; an @ before a word is part of it."""
-    # Looked for one by one first: few of many names are in a text, and each alternative of the pattern takes its time.
-    found = tuple(old for old, new in names.items() if old != new and old in text)
-    return _words(found).sub(lambda word: names[word[0]], text) if found else text
-
-
-@dataclass(frozen=True)
-class Codec:
-    """What reads and writes a plan's storage, apart from a step: the same under every flag that leaves the storage."""
-
-    storage: Storage
-    decode: Step
-    encode: Step
-
-
-def compile_codec(spec: Spec, storage: Storage) -> Codec:
-    """Lower the decoding and the encoding of the states, and run the passes."""
-    decode = passes.step(lower_decode(spec, storage), "strict")
-    return Codec(storage, decode, passes.step(lower_encode(spec, storage), "strict"))
-
-
-def compile_case(spec: Spec, case: Case, maths: Maths = "fast", codec: Codec | None = None) -> Compiled:
-    """Lower one case and run the passes; strict for the reference, `maths` for the kernels.
-
-    codec  that of the case's storage, where it is made already
-    """
+def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
+    """Lower one case and run the passes of the kernels' maths."""
     program = lower(spec, case.flags, case.storage)
     pieces = passes.cut(program)
-    strict = _placed(spec, passes.step(program, "strict", pieces=pieces))
-    fast = strict if maths == "strict" else _placed(spec, passes.step(program, "fast", pieces=pieces))
-    codec = codec or compile_codec(spec, case.storage)
-    return Compiled(case, strict, fast, codec.decode, codec.encode)
-
-
-def _compiled(spec: Spec, maths: Maths, cases: Iterable[Case]) -> list[Compiled]:
-    """The cases in their order; those that store the same have one codec."""
-    codecs: list[Codec] = []
-    found: list[Compiled] = []
-    for case in cases:
-        codec = next((x for x in codecs if x.storage == case.storage), None)
-        if codec is None:
-            codec = compile_codec(spec, case.storage)
-            codecs.append(codec)
-        found.append(compile_case(spec, case, maths, codec))
-    return found
-
-
-def _placed(spec: Spec, step: Step) -> Step:
-    """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
-    here = f"({relative(spec.loc.file)}:"
-    if not any(here in s.why for s in step.stages):
-        return step
-    name = f"({targets.source_name(spec.loc.file)}:"
-    return replace(step, stages=tuple(replace(s, why=s.why.replace(here, name)) for s in step.stages))
+    fast = targets.placed(spec, passes.step(program, maths, pieces=pieces))
+    return Compiled(spec, case, program, fast)
 
 
 def _nodes(program: Program) -> Any:
@@ -207,19 +116,6 @@ def _has_matrices(program: Program, within: Collection[str] = spaces.SMALL) -> b
     """
     small = (x.space.name in within for x in (*_nodes(program), *program.buffers))
     return any(small) or any(n.op == "call" for n in _nodes(program))
-
-
-def function_name(spec: Spec, case: Case) -> str:
-    """adamw_bfloat16, adamw_bfloat16_small, adamw_bfloat16_amsgrad: the settings that differ from the default."""
-    words = [spec.name, case.param.torch]
-    for f in spec.flags:
-        if case.flags[f.name] != f.default:
-            words.append(f.name if case.flags[f.name] else f"no_{f.name}")
-    if case.small:
-        words.append("small")
-    if case.vector:
-        words.append("vector")
-    return "_".join(words)
 
 
 def unpack_of(spec: Spec) -> tuple[Unpack, ...]:
@@ -254,11 +150,15 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
 
 
 def emit_plan(
-    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
+    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None, above: str = "..."
 ) -> dict[str, str]:
-    """File name -> text of generated/<spec>/<plan>/; `cases`: of which alone, all of them by default."""
-    compiled = _compiled(spec, maths, targets.cases(spec, plan) if cases is None else cases)
-    scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
+    """File name -> text of generated/<spec>/<plan>/.
+
+    cases  those to generate, all of them by default
+    above  leads from the package to the folder with the codecs of a user's plans
+    """
+    compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
+    scalars, kernels = Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     cpp_parts = Pool()  # of steps that take several stages
     cpp_steps: dict[str, list[str]] = {}
@@ -273,30 +173,18 @@ def emit_plan(
     numbers: dict[str, list[str]] = {}  # which of them, by variant
     unpack = unpack_of(spec)
     for c in compiled:
-        wanted = function_name(spec, c.case)
-
-        def step(name: str, c: Compiled = c) -> list[str]:
-            return reference.step_function(c.strict, name, source)
+        wanted = targets.case_name(spec, c.case)
 
         def kernel(name: str, c: Compiled = c) -> list[str]:
             return triton.kernel(c.fast.stages[0].schedule, name, source)
-
-        def code(name: str, c: Compiled = c) -> list[str]:
-            return [
-                *reference.decode_function(c.decode, f"{name}_decode"),
-                "",
-                "",
-                *reference.encode_function(c.encode, f"{name}_encode"),
-            ]
 
         if read := triton.in_memory([s.schedule.program for s in c.fast.stages if not s.call]):
             numbers[wanted] = list(read)
             memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
-        strict_host = scalars.add("host_scalars", partial(host.scalars_function, _host(c.strict), unpack))
+        rule = eager_text.rule_step(spec, c.case.flags)
+        strict_host = scalars.add("host_scalars", partial(host.scalars_function, _host(rule), unpack))
         fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
-        reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
-        codec_name = codecs.add(wanted, code)
         if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines
             kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
@@ -304,7 +192,7 @@ def emit_plan(
                 names |= functions.add(c.fast, kernel_name, source, lines)
                 helpers |= set(triton_stages.needs(c.fast))
                 cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
-            row = _variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name)
+            row = _variant_row(spec, c, wanted, strict_host, fast_host, kernel_name)
             rows.append(row | {"stages": _stage_rows(c.fast, kernel_name, names)})
             continue
         (only,) = c.fast.stages
@@ -316,10 +204,9 @@ def emit_plan(
             limits[kernel_name] = triton.registers(only.schedule)
             if kernel_name not in cpp_kernels:
                 cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
-        rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
+        rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, kernel_name))
     scalar_names = host.needs(scalars.functions)
-    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
-    schedules = [x.schedule for c in compiled for s in (c.strict, c.decode, c.encode) for x in s.stages]
+    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "triton", "cpp")}
     single = [c.fast.stages[0].schedule for c in compiled if not c.fast.in_stages]
     return {
         "__init__.py": wrapper.render(
@@ -327,16 +214,10 @@ def emit_plan(
             header=head["tables"],
             scalar_names=scalar_names,
             small_numel=plan.small_numel,
+            codecs=eager_text.codec_module(plan, above),
             discouraged=judge.discouraged(spec, [c.case for c in compiled]),
             functions=scalars.functions,
             variants=rows,
-        ),
-        "reference.py": wrapper.render(
-            "reference.py.j2",
-            header=head["reference"],
-            names=reference.needs(schedules),
-            tables=reference.tables(schedules),
-            functions=steps.functions + codecs.functions,
         ),
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
@@ -392,9 +273,10 @@ def _held(case: Case, name: str) -> str:
 
 
 def _variant_row(
-    spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, step: str, kernel: str, codec: str
+    spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, kernel: str
 ) -> dict[str, Any]:
-    program = c.strict.program
+    program = c.program
+    rule = eager_text.rule_step(spec, c.case.flags)
     elements = {s.name for s in spec.states if s.space == spaces.elem}
     matrix = matrix_of(spec, c.case.flags, c.case.storage)
     nonneg = _nonneg(spec, c.case)
@@ -418,15 +300,15 @@ def _variant_row(
     elsewhere = needs_matrix(spec, c.case.flags) and not _has_matrices(program, ("row", "col", "mat"))
     return dict(
         function=name,
-        step=step,
+        step=eager_text.function_of(spec, c.case.flags),
         kernel=kernel,
-        codec=codec,
+        eager=eager_text.record(spec, c.case, c.fast.early),
         param=c.case.param.torch,
         small=c.case.small,
         vector=c.case.vector,
         flags=dict(c.case.flags),
         fields=fields,
-        scalars=tuple(let.name for let in c.strict.host),
+        scalars=tuple(let.name for let in rule.host),
         host=strict_host,
         kernel_scalars=tuple(let.name for let in c.fast.host),
         kernel_host=fast_host,

@@ -6,13 +6,15 @@ import hashlib
 import itertools
 import linecache
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from optgen.base import ready
+from optgen.base.loc import relative
 from optgen.driver import load
 from optgen.formats.plan import Plan, Storage
+from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
 from optgen.ops import dtypes
@@ -89,3 +91,27 @@ def digest(file: str) -> str:
     except OSError:
         text = "".join(linecache.getlines(file)).encode()  # a notebook's cell
     return hashlib.sha256(text).hexdigest()[:12]
+
+
+def placed(spec: Spec, step: Step) -> Step:
+    """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
+    here = f"({relative(spec.loc.file)}:"
+    if not any(here in s.why for s in step.stages):
+        return step
+    name = f"({source_name(spec.loc.file)}:"
+    return replace(step, stages=tuple(replace(s, why=s.why.replace(here, name)) for s in step.stages))
+
+
+def function_name(spec: Spec, flags: Mapping[str, bool], *words: str) -> str:
+    """adamw, adamw_amsgrad: the words, and the settings that differ from the default."""
+    out = [spec.name, *words]
+    for f in spec.flags:
+        if flags[f.name] != f.default:
+            out.append(f.name if flags[f.name] else f"no_{f.name}")
+    return "_".join(out)
+
+
+def case_name(spec: Spec, case: Case) -> str:
+    """adamw_bfloat16, adamw_bfloat16_small, adamw_bfloat16_amsgrad: a case under its own name."""
+    name = function_name(spec, case.flags, case.param.torch)
+    return name + ("_small" if case.small else "") + ("_vector" if case.vector else "")

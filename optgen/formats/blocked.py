@@ -13,10 +13,10 @@ from optgen.formats import narrow
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words
 from optgen.formats.coded import Curved, of_scales
-from optgen.formats.companders import Compander, softsign
+from optgen.formats.companders import HALF, Compander, softsign
 from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST, Scale, ue8m8
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
 
 
@@ -62,8 +62,21 @@ class Blocked(Curved):
         return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.compander}, {self.scale} scale, {how}"
 
     @property
-    def lowest(self) -> float:
-        return self.scale.low
+    def codes(self) -> int:
+        """N, the largest code."""
+        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+
+    @property
+    def bias(self) -> int:
+        """What is added to a code where it is stored."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
+    def positive(self) -> bool:
+        if self.signed or self.zero == "keep":
+            return False
+        least = self.scale.low * float(self.compander.inverse(HALF / self.codes))
+        return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     @property
     def still(self) -> bool:
@@ -81,20 +94,30 @@ class Blocked(Curved):
 
     def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         """The rounded code as it is stored, i32."""
+        bias = self.bias
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
-            return cast(floor(self.compander.curve(value / scale) * float(self.codes) + 0.5), dtypes.i32) + self.bias
+            return cast(floor(self.compander.curve(value / scale) * float(self.codes) + 0.5), dtypes.i32) + bias
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
         if not self.scale.covers:
             exact = clip(exact, -float(self.codes), float(self.codes))
         elif not self.compander.within:
             # A hair above the last code, noise would carry into the next one: the first, or the sign.
             exact = clip(exact, -float(self.codes) if self.signed else 0.0, float(self.codes))
-        return self.rounded_code(exact, noise)
+        if noise is None:
+            return cast(rint(exact), dtypes.i32) + bias
+        # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise
+        # is added there, and what it does not carry over is cut off.  A code on the grid has no fraction to carry.
+        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + bias))
+        return (pattern + noise.integer()) >> noise.bits
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self.scale.decode(parts["scale"])
-        code = self.count(parts)
+        code = cast(narrow.joined(parts, self.bits), dtypes.f32)
+        if self.signed:
+            code = code - float(self.bias)
+        elif self.zero == "half":
+            code = maximum(code, HALF)
         if self.scale.literal:
             return self.compander.inverse(code / float(self.codes)) * scale
         return self.compander.decode(code, scale, self.codes, signed=self.signed)

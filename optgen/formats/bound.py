@@ -1,4 +1,4 @@
-"""The bound that a format states of its error, and the numbers over which a certificate looks for the worst one."""
+"""What a format states of its own error: a bound, and the numbers over which a certificate looks for the worst one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of formats: types, words, ranges.  Each error has the place of the call."""
+"""What constructors of formats refuse: wrong types, words, ranges.  Each at the place of the call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ A_COMPANDER = "one such as linear, softsign(), or compander(...) of your own"
 
 
 def is_whole(x: object) -> TypeGuard[int]:
-    """Return True for an integer; True and False are none."""
+    """Whether this is an integer; True and False are not."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> TypeGuard[int | float]:
-    """Return True for a finite int or float; True and False are none."""
+    """Whether this is a finite int or float; True and False are not."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
 
 
@@ -69,7 +69,7 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
 
 
 def as_pythons(value: object) -> str:
-    """Return what to add to a message about a number that is not Python's own: NumPy's, SymPy's, a fraction."""
+    """What to add where a number is none of Python's own: NumPy's, SymPy's, a fraction."""
     if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
         return ""
     return ", as a number of Python's: " + ("int(x)" if isinstance(value, numbers.Integral) else "float(x)")

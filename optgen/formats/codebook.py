@@ -90,7 +90,7 @@ class Codebook(Coded):
 
     @property
     def shrinks(self) -> float:
-        """The factor on a block's largest magnitude at each store, for the worse of the two signs."""
+        """What a block's largest magnitude is multiplied by at each store where its sign is the worse one."""
         return min(self.table[-1], -self.table[0]) if self.signed else self.table[-1]
 
     @property

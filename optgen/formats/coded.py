@@ -1,4 +1,4 @@
-"""The bases of formats whose codes count in units of a scale."""
+"""What formats share whose codes count in units of a scale."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 from optgen.formats import narrow
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.companders import BELOW, HALF
-from optgen.formats.format import HIGH, LOW, Format, Noise, Rounding, Verdict
+from optgen.formats.companders import BELOW
+from optgen.formats.format import HIGH, LOW, Format, Rounding, Verdict
 from optgen.formats.scales import Scale
-from optgen.lang.values import Num, bits, cast, maximum, rint
-from optgen.ops.dtypes import f32, i32
+from optgen.lang.values import Num
 from optgen.ops.tables import CELL, EXACT
 
 NOISE_BITS = 12
-"""Random bits for a code of 8 bits or fewer that is rounded stochastically."""
+"""What a code of 8 bits or fewer draws where it is rounded stochastically."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Coded(Format):
 
     @property
     def described(self) -> tuple[str, str]:
-        """The kind of number that codes count and the rounding, in words."""
+        """What of a value is counted, and how it is rounded, in words."""
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         return what, "stochastic" if self.noise_bits else "nearest"
 
@@ -62,7 +61,7 @@ class Coded(Format):
 
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
-        """Return the kept number that had been divided by the scale."""
+        """What was divided by the scale, as it is kept."""
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self.times_scale(parts)
@@ -77,7 +76,7 @@ class Coded(Format):
 
     @property
     def what(self) -> str:
-        """The number that is divided by the scale, as messages call it."""
+        """What is divided by the scale, as messages call it."""
         return "x / root" if self.relative else "root" if self.of == "sqrt" else "x"
 
     def of_scale(self, value: float, of: str, valid: str, slack: float, **more: Any) -> Bound:
@@ -90,72 +89,31 @@ class Curved(Coded):
     """Codes 0 to N, or -N to N, that lie along a compander; subclasses have it as a field, and `zero`."""
 
     @property
-    def zero(self) -> str:
-        """The reading of code 0 of an unsigned format: "half" a code, "keep" (0), or "free": codes begin at 1."""
-        return "keep"
-
-    @property
-    def free(self) -> bool:
-        """True if the codes of an unsigned format begin at 1, which reads for all below."""
-        return self.zero == "free" and not self.signed
-
-    @property
-    def codes(self) -> int:
-        """N, the largest code: the scale itself, or what is next to it."""
-        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - (0 if self.free else 1)
-
-    @property
-    def bias(self) -> int:
-        """The number added to a code where it is stored."""
-        return 1 << (self.bits - 1) if self.signed else -1 if self.free else 0
-
-    @property
     @abstractmethod
-    def lowest(self) -> float:
-        """The smallest scale of an encoded value."""
+    def codes(self) -> int:
+        """N, the largest code."""
 
     @property
-    def positive(self) -> bool:
-        if self.signed or self.zero == "keep":
-            return False
-        least = self.lowest * float(self.compander.inverse((1 if self.free else HALF) / self.codes))
-        return (least * least if self.of == "sqrt" else least) >= f32.normal
-
-    def rounded_code(self, exact: Num, noise: Noise | None) -> Num:
-        """Round a code, and return it as it is stored, i32."""
-        if noise is None:
-            return cast(rint(exact), i32) + self.bias
-        # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise
-        # is added there, and what it does not carry over is cut off.  A code on the grid has no fraction to carry.
-        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + self.bias))
-        return (pattern + noise.integer()) >> noise.bits
-
-    def count(self, parts: Mapping[str, Num]) -> Num:
-        """Return the code as it reads, f32."""
-        code = cast(narrow.joined(parts, self.bits), f32)
-        if self.signed:
-            code = code - float(self.bias)
-        elif self.free:
-            code = code + 1.0
-        elif self.zero == "half":
-            code = maximum(code, HALF)
-        return code
+    def zero(self) -> str:
+        """How code 0 of an unsigned format reads: "half" a code, "keep" (as 0), or "free": codes begin at 1."""
+        return "keep"
 
     def error_of_codes(self) -> tuple[float, float, Any]:
         """Return what a bound states of the codes: the largest error, what arithmetic adds, the closed form."""
-        random = self.noise_bits > 0
-        value = self.compander.largest_error(self.codes, random, self.zero == "half" and not self.signed, self.free)
+        random, unsigned = self.noise_bits > 0, not self.signed
+        half, free = self.zero == "half" and unsigned, self.zero == "free" and unsigned
+        value = self.compander.largest_error(self.codes, random, half, free)
         steepest, short = self.compander.steepest, self.compander.short_decode is not None
         # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
         # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
         # up to 2^7.
         roundings = (4 + self.below / ROUNDOFF) if short else 2**9
         slack = (roundings * steepest + roundings) * ROUNDOFF
-        return value, slack, lambda: self.compander.error_formula(self.codes, random, self.free)
+        return value, slack, lambda: self.compander.error_formula(self.codes, random, free)
 
     @property
     def below(self) -> float:
-        """The relative distance of the last code's reading below the scale."""
+        """How far below the scale its last code reads, relative."""
         return BELOW
 
     def stuck(self, decay: float) -> tuple[int, float, str]:

@@ -147,7 +147,7 @@ class Compander:
 
 
 HALF = 0.5 - 2.0**-10
-"""The reading of code 0 where it must not be 0: safely on its own side of the next code."""
+"""What code 0 reads as where it must not be 0: safely on its own side of the next code."""
 
 
 @lru_cache(maxsize=256)

@@ -61,7 +61,7 @@ class Field:
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes per element; those of one entry for a row or more count as none."""
+        """What an element takes; one entry of many elements is counted as nothing where it is a row's or more."""
         return self.dtype.bytes / self.per if self.space == "elem" else 0.0
 
 
@@ -116,7 +116,7 @@ class View(Protocol):
 
 
 class Format(ABC):
-    """A way to keep the values of one state between steps.
+    """How the values of one state are kept between steps.
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
 
@@ -127,9 +127,8 @@ class Format(ABC):
 
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
-        codec = {"encode", "decode"}
-        whole = any(issubclass(b, Format) and not codec & b.__abstractmethods__ for b in cls.__bases__)
-        if whole and {*codec, "times_scale"} & vars(cls).keys():
+        whole = any(issubclass(b, Format) and "encode" not in b.__abstractmethods__ for b in cls.__bases__)
+        if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
 
@@ -144,12 +143,12 @@ class Format(ABC):
 
     @property
     def positive(self) -> bool:
-        """True if no encoded value decodes to 0, so that it may be divided by."""
+        """Whether no encoded value decodes to 0, so that it may be divided by."""
         return False
 
     @property
     def still(self) -> bool:
-        """True if a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
+        """Whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
 
         Codes under a scale do not: one that keeps itself is read under the scale of the next step, and follows it.
         """
@@ -157,7 +156,7 @@ class Format(ABC):
 
     @property
     def matrix(self) -> Matrix | None:
-        """The matrix that the format's rows and columns belong to; None where it has none.
+        """Which matrix the format's rows and columns are those of; None where it has none.
 
         A rule that has rows and columns of its own decides for both.
         """
@@ -165,16 +164,16 @@ class Format(ABC):
 
     @property
     def as_kept(self) -> bool:
-        """True if the rule goes on with the new value as it was kept, not as it was computed."""
+        """Whether the rule goes on with the new value as it was kept, not as it was computed."""
         return False
 
     def of_vectors(self) -> Format:
-        """Return the format of tensors without rows and columns; itself where it needs none."""
+        """What keeps the state where a tensor has no rows and columns; itself where it needs none."""
         return self
 
     @property
     def block(self) -> int:
-        """The number of neighbours that share a field; 1 where nothing is shared."""
+        """How many neighbours share a field; 1 where nothing is shared."""
         return max((f.per for f in self.fields().values()), default=1)
 
     @property
@@ -184,22 +183,22 @@ class Format(ABC):
 
     @property
     def signed(self) -> bool:
-        """True if negative values can be held."""
+        """Whether negative values can be held."""
         return True
 
     @property
     def of(self) -> Literal["value", "sqrt"]:
-        """The number that codes count: the value, or the root of a nonnegative one."""
+        """What the codes count: the value, or the root of a nonnegative one."""
         return "value"
 
     @property
     def plus_zero(self) -> bool:
-        """True if a zero to be encoded must be +0: formats that order values by their bit patterns."""
+        """Whether a zero to be encoded must be +0: formats that order values by their bit patterns."""
         return False
 
     @property
     def relative(self) -> bool:
-        """True if values are stored relative to the root of the rule's second moment."""
+        """Whether values are stored relative to the root of the rule's second moment."""
         return False
 
     def absolute(self) -> Format:
@@ -297,12 +296,12 @@ class Format(ABC):
 
     @property
     def is_float(self) -> bool:
-        """True if each element is a float of its own, on a grid that never moves."""
+        """Whether each element is a float of its own, on a grid that never moves."""
         return False
 
     @property
     def exact(self) -> bool:
-        """True if nothing is rounded."""
+        """Whether nothing is rounded."""
         return False
 
     def findings(self, nonneg: bool) -> list[Verdict]:
@@ -333,7 +332,7 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
 
 
 class Master(ABC):
-    """A way to keep a weight: the parameter itself (`""`, in the parameter's dtype) and further fields.
+    """How a weight is kept: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
 
     fp32 parameters are their own master: every Master is `Native` for them.
     """

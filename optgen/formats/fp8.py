@@ -165,7 +165,7 @@ class Fp8(Coded):
 
     @property
     def readings(self) -> tuple[float, ...]:
-        """The numbers that codes read as, rising, in units of the largest magnitude of the block."""
+        """What codes read as, rising, in units of the largest magnitude of the block."""
         positive = [x / self.largest for x in numbers(self.kind)]
         return tuple([-x for x in positive[:0:-1]] + positive if self.signed else positive)
 

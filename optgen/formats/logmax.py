@@ -68,7 +68,7 @@ class LogMax(PseudoLog):
 
     @property
     def of(self) -> Literal["sqrt"]:
-        """Always the root."""
+        """What is kept: the root."""
         return "sqrt"
 
     @property
@@ -83,7 +83,7 @@ class LogMax(PseudoLog):
 
     @property
     def lean(self) -> float:
-        """The bias of stochastic rounding of a root towards the lower point, so that the mean of its square is kept.
+        """How much less often than by its distance a root is rounded up, so that its square keeps its mean.
 
         Between a and b the square does where the upper one has probability f (2 a + f (b - a)) / (a + b), which is
         f - f (1 - f) (b - a) / (a + b).
@@ -105,12 +105,18 @@ class LogMax(PseudoLog):
         last = -((self.lowest - self.highest) // self.step)
         return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
 
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, start, code = self._encode(x, noise)
         return parts, from_bits(start + (code & self.codes) * self.step)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num]:
-        """Return (the fields, the pattern that code 0 stands for, the code in its last bits), all i32.
+        """What is stored, and from it: the pattern that code 0 stands for, the code (its last bits), all i32.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """

@@ -114,6 +114,12 @@ class LogMinMax(PseudoLog):
         header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
         return narrow.fields(self.bits) | {"range": header}
 
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)
         step = self.step(cells)
@@ -121,7 +127,7 @@ class LogMinMax(PseudoLog):
         return parts, value if self.of == "sqrt" else sqrt(value)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
-        """Return (the fields, cells per unit, the pattern of the first unit, the code), all i32.
+        """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """

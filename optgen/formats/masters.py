@@ -99,7 +99,7 @@ class Narrow(Master):
 
     @abstractmethod
     def _extra(self, param: DType) -> dict[str, Field]:
-        """Return the fields stored beside a 16-bit parameter: suffix -> Field."""
+        """What is stored beside a 16-bit parameter: suffix -> Field."""
 
     @abstractmethod
     def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
@@ -132,7 +132,7 @@ class Copy(Narrow):
 
 @dataclass(frozen=True)
 class Kahan(Narrow):
-    """The parameter and its rounding error in the parameter's dtype: Kahan's compensation.
+    """What rounding took away, in the parameter's dtype again: Kahan's compensation.
 
     Loses updates under about 2^-9 of what is compensated: far fewer than the parameter alone, but not none.
     A weight that became Inf stays so; its compensation is 0.

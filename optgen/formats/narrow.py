@@ -30,7 +30,7 @@ def fields(bits: int, zero: int = 0) -> dict[str, Field]:
 
 
 def cut(code: Num, bits: int) -> dict[str, Num]:
-    """Cut a code (i32, 0 <= code < 2^bits) into the contents of its fields."""
+    """What the fields hold of a code (i32, 0 <= code < 2^bits)."""
     if bits == 8:
         return {"": cast(code, u8)}
     out, shift = {}, 0

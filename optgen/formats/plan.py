@@ -26,7 +26,7 @@ SMALL = 4096
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
-    """Return True if rounding "auto" means nearest for a state that recurs so (an object with .kind and .decay).
+    """Whether rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
 
     A running maximum without decay would climb on the upward halves of stochastic rounding, a running minimum sink on
     the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  What does not
@@ -58,7 +58,7 @@ class Storage:
 
     @property
     def matrix(self) -> Matrix | None:
-        """The matrix that the formats' rows and columns belong to: the last two dimensions, if one asks for them."""
+        """Which matrix the formats' rows and columns are those of: the last two dimensions, if one asks for them."""
         wanted = {f.matrix for f in self.states.values()} - {None}
         return "last" if "last" in wanted else "first" if wanted else None
 
@@ -118,7 +118,7 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
 
 
 def _nameable(name: str) -> bool:
-    """Return True if a folder and a Python module can have this name, and for "", which a plan without a name has."""
+    """Whether a folder and a Python module can have this name; "" is a plan's that has none."""
     plain = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
     return not name or plain and not name.startswith("__")
 
@@ -135,7 +135,7 @@ def _meant(part: str) -> str:
 
 @dataclass(frozen=True, init=False, eq=False)
 class Plan:
-    """A choice of formats for every kind of value.
+    """How every kind of value is kept between steps.
 
         int8 = Plan("8-bit moments.", signed=Blocked(), nonneg=LogMinMax())
 

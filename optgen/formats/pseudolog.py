@@ -1,18 +1,16 @@
-"""The base of formats that count cells of a pseudo-logarithm: the bit pattern of a positive f32 as an integer."""
+"""What formats share that count cells of a pseudo-logarithm: the bit pattern of a positive f32, read as an integer."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optgen.formats import narrow
 from optgen.formats.coded import NOISE_BITS
-from optgen.formats.format import Format, Noise, Rounding, View
+from optgen.formats.format import Format, Rounding, View
 from optgen.formats.scales import of_pattern
-from optgen.lang.values import Num, maximum, minimum, where
+from optgen.lang.values import maximum, minimum, where
 
 INFINITE = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
 
@@ -47,25 +45,11 @@ class PseudoLog(Format):
     def noise_bits(self) -> int:
         return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
-    @property
-    def bits(self) -> int:
-        """The bits of a code."""
-        return 8
-
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return dict(self._encode(x, noise)[0])
-
-    @abstractmethod
-    def _encode(self, x: Num, noise: Noise | None) -> Any:
-        """Return the fields, and more."""
-
     # -- what is known of the error
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
-        return 1 << self.bits, 1.0, "value"  # unsigned: never a signed average's format
+        changed: Any = self
+        return 1 << changed.bits, 1.0, "value"  # unsigned: never a signed average's format
 
     def keeps_zero(self) -> bool:
         return False

@@ -12,12 +12,12 @@ from optgen.formats import narrow
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_COMPANDER, check_block, check_part, check_words
 from optgen.formats.coded import Curved
-from optgen.formats.companders import Compander, linear
+from optgen.formats.companders import HALF, Compander, linear
 from optgen.formats.format import Field, Format, Noise, Rounding, View
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import Matrix
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint
 from optgen.ops import dtypes
 
 SMALLEST_ROOT = 2.0**-54  # half a code of it, squared, is a normal f32
@@ -66,13 +66,38 @@ class Rank1(Curved):
         what, how = self.described
         sign = "signed" if self.signed else "unsigned"
         scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smallest of its indices' maxima"
-        free = ", no zero" if self.free else ""
+        free = ", no zero" if self._free else ""
         return f"{self.bits}-bit {sign} {scale}: {what}{self.compander}{free}, fp32 scale, {how}"
+
+    @property
+    def codes(self) -> int:
+        """N, what the scale itself is stored as."""
+        if self.signed:
+            return (1 << (self.bits - 1)) - 1
+        return (1 << self.bits) - (0 if self._free else 1)
+
+    @property
+    def bias(self) -> int:
+        """What is added to a code where it is stored."""
+        if self.signed:
+            return 1 << (self.bits - 1)
+        return -1 if self._free else 0
+
+    @property
+    def _free(self) -> bool:
+        return self.zero == "free" and not self.signed
 
     @property
     def lowest(self) -> float:
         """The smallest scale of an encoded tensor."""
         return SMALLEST_ROOT if self.of == "sqrt" else SMALLEST
+
+    @property
+    def positive(self) -> bool:
+        if self.signed or self.zero == "keep":
+            return False
+        least = self.lowest * float(self.compander.inverse((1 if self._free else HALF) / self.codes))
+        return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     @property
     def matrix(self) -> Matrix | None:
@@ -115,15 +140,25 @@ class Rank1(Curved):
             exact = (value / divisor) * float(self.codes)
         else:
             exact = self.compander.encode(value, divisor, self.codes, signed=self.signed)
-        least = -float(self.codes) if self.signed else 1.0 if self.free else 0.0
+        least = -float(self.codes) if self.signed else 1.0 if self._free else 0.0
         exact = clip(exact, least, float(self.codes))
-        if noise is None and self.free:
+        if noise is None and self._free:
             return self.bias - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
-        return self.rounded_code(exact, noise)
+        if noise is None:
+            return cast(rint(exact), dtypes.i32) + self.bias
+        # As in Blocked: n bits of fraction at the end of the pattern, where the noise is added.
+        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + self.bias))
+        return (pattern + noise.integer()) >> noise.bits
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self._scale(parts)
-        code = self.count(parts)
+        code = cast(narrow.joined(parts, self.bits), dtypes.f32)
+        if self.signed:
+            code = code - float(self.bias)
+        elif self._free:
+            code = code + 1.0
+        elif self.zero == "half":
+            code = maximum(code, HALF)
         if self.compander == linear:
             # The last code is the scale itself, exactly: no second rounding makes a maximum grow.
             return (code * (1.0 / self.codes)) * scale

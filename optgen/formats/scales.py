@@ -55,7 +55,7 @@ def least_scale(scale: Scale, least: float, root: bool) -> float:
 
 
 class Scale(ABC):
-    """A way to store the scale of a block.
+    """How the scale of a block is stored.
 
     name      as in plans
     dtype     of the stored field

@@ -106,5 +106,5 @@ def narrow(x: Num, dtype: DType, noise: Noise | None = None) -> Num:
 
 
 def noise_bits(dtype: DType) -> int:
-    """Return how many bits stochastic rounding to this dtype draws: as many as it drops from an f32."""
+    """What stochastic rounding to this dtype draws: as many bits as it drops from an f32."""
     return {"f32": 0, "bf16": 16, "f16": 13}[dtype.name]

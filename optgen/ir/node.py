@@ -7,6 +7,7 @@
             | index                             number of the element, row by row of whole blocks, i32
             | key name                          a 32-bit host word: `step_key`, `stream_key`
             | extent name                       `rows`, `columns` or `elements` of the tensor, as f32; space tensor
+            | draw (kind, bits, width)          random bits of a codec, i32: the methods of formats.format.Noise
             | PRIM expr*                        one row of ops/prims.py
             | cast expr dtype | bitcast expr dtype
             | block_max expr size | block_min expr size
@@ -30,7 +31,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.prims import PRIMS
 from optgen.ops.spaces import Space
 
-LEAVES = ("const", "sym", "load", "index", "key", "extent")
+LEAVES = ("const", "sym", "load", "index", "key", "extent", "draw")
 
 
 class Node:
@@ -131,8 +132,13 @@ def key(name: str) -> Node:
 
 
 def extent(name: str) -> Node:
-    """Return the node of how many `rows` or `columns` the last two dimensions have, or `elements` the tensor."""
+    """How many `rows` or `columns` the matrix of the last two dimensions has, or `elements` the tensor."""
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
+
+
+def draw(kind: str, bits: int, width: int) -> Node:
+    """Random bits that a codec takes from its share of a word: `integer`, `fraction` or `middle`, `width` bits wide."""
+    return _make("draw", (), (kind, bits, width), dtypes.i32, spaces.elem)
 
 
 # -- everything else

@@ -1,4 +1,4 @@
-"""The computations of one step (Program) and their order (Schedule).
+"""What one step does (Program), and when (Schedule).
 
 A Program is a list of lets in the author's order and the stores at the end.  Because nodes are shared,
 a let is no more than a name for a node: a printer that meets a node bound by an earlier let writes its
@@ -107,6 +107,7 @@ class Program:
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
     kept: tuple[Kept, ...] = ()  # of a whole step, before it is cut
     sums: tuple[Node, ...] = ()  # over the model, of a whole step: a parameter that does not use one is part of it
+    together: tuple[tuple[str, str], ...] = ()  # owners that one sweep stores: one is kept relative to the other
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
 
     @property
@@ -116,7 +117,7 @@ class Program:
 
     @property
     def is_sized(self) -> bool:
-        """True if it reads how many rows, columns or elements a tensor has."""
+        """Whether it reads how many rows, columns or elements a tensor has."""
         return any(n.op == "extent" for n in postorder(self.roots()))
 
     def buffer(self, name: str) -> Buffer:
@@ -146,7 +147,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The work of one kernel: a program and the order of its lines."""
+    """What one kernel does: a program and the order of its lines."""
 
     program: Program
     sweep: Sweep
@@ -159,7 +160,7 @@ class Schedule:
 
     @property
     def partials(self) -> tuple[Buffer, ...]:
-        """The buffers of which the sweep leaves partial sums (maxima)."""
+        """What the sweep leaves the sums (maxima) of."""
         found = (self.program.buffer(s.buffer) for s in self.sweep.stores)
         return tuple(b for b in found if b.role == "partial")
 
@@ -216,7 +217,7 @@ class Step:
 
     @property
     def in_stages(self) -> bool:
-        """True if its kernels are those of stages; else it is one, which knows elements and blocks only."""
+        """Whether its kernels are those of stages; else it is one, which knows elements and blocks only."""
         few = any(b.space.name in spaces.SMALL for b in self.program.buffers)
         return len(self.stages) > 1 or few or any(s.schedule.program.is_sized for s in self.stages)
 

@@ -1,4 +1,4 @@
-"""The checks of a spec beyond its signature: nothing is unused, nothing divides by zero."""
+"""What must hold of a spec beyond its signature: nothing unused, nothing that divides by zero."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _reads(trace: Trace) -> set[str]:
 
 
 def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
-    """Return True if the rule differs between the two settings of a flag, everything else equal."""
+    """Whether the rule differs between the two settings of a flag, everything else equal."""
     by_rest: dict[tuple[tuple[str, bool], ...], Trace] = {}
     for setting, trace in traces:
         rest = tuple((k, v) for k, v in setting.items() if k != flag)

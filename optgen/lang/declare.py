@@ -1,4 +1,4 @@
-"""The declarations in a spec's signature: the defaults of its parameters.
+"""What a spec's signature is made of: the defaults of its parameters.
 
 exp_avg_sq=state(nonneg)                 one value per element, never negative
 row_avg=row(nonneg, when="factored")     one value per row of the last two dimensions
@@ -79,7 +79,7 @@ class HyperDecl:
         return low, high
 
     def allows(self, value: float) -> bool:
-        """Return True if one number is in the range; NaN never is."""
+        """Whether one number is in the range; NaN never is."""
         return (
             not math.isnan(value)
             and (self.ge is None or value >= self.ge)
@@ -104,7 +104,7 @@ class FlagDecl:
 
     @property
     def derived(self) -> bool:
-        """True if no constructor argument sets it."""
+        """Whether no constructor argument sets it."""
         return self.nonzero is not None or self.shape is not None or self.every is not None
 
 
@@ -272,7 +272,7 @@ def shape_flag(holds: Callable[[Shape], bool]) -> Any:
 
 
 def conditions(when: str | None) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Parse `when`: alternatives, each the flags that must hold.
+    """What `when` asks for: alternatives, each the flags that must hold.
 
     "a and not b or c" -> ((("a", True), ("b", False)), (("c", True),))
     """

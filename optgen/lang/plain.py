@@ -14,7 +14,7 @@ PREFIX, POWER, ATOM = 7, 8, 9
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the values of one step: x_{t-1} comes in, x_t is kept, x' and x'' lie between."""
+    """What the values of one step are called: x_{t-1} comes in, x_t is kept, x' and x'' lie between."""
 
     before: dict[str, str]  # leaf name -> symbol
     lets: tuple[str, ...]  # symbol of each let of the trace

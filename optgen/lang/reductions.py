@@ -51,7 +51,7 @@ def _extent(x: Value, name: str) -> Value:
 
 
 def _size(x: Num, name: str) -> Any:
-    """Return how many rows, columns or elements the tensor has of which x has a value per element."""
+    """How many rows, columns or elements the tensor has that x has a value per element of."""
     _check(x, name, ("elem",))
     if isinstance(x, Value):
         return _extent(x, name)
@@ -60,22 +60,22 @@ def _size(x: Num, name: str) -> Any:
 
 
 def rows(x: Num) -> Num:
-    """The number of rows of the matrix of x."""
+    """How many rows the matrix of x has."""
     return _size(x, "rows")
 
 
 def columns(x: Num) -> Num:
-    """The number of columns of the matrix of x: the terms of a row's sum."""
+    """How many columns the matrix of x has: the terms of a row's sum."""
     return _size(x, "columns")
 
 
 def elements(x: Num) -> Num:
-    """The number of elements of x."""
+    """How many elements x has."""
     return _size(x, "elements")
 
 
 def _count(x: Value, target: Space) -> Value:
-    """Return how many entries of x one result stands for."""
+    """How many entries of x one result stands for."""
     space = x.node.space
     columns, rows, elements = (_extent(x, name) for name in ("columns", "rows", "elements"))
     if target == spaces.row:
@@ -116,13 +116,13 @@ def col_max(x: Num) -> Num:
 
 
 def axis_max(x: Num) -> Num:
-    """The largest column statistic for each index of a dimension that columns are made of, among the columns that have
+    """Of column statistics, for each index of a dimension that columns are made of the largest of the columns that have
     it; on tensors and numbers, whose columns are made of one, x itself."""
     return _reduce("axis_max", x, "axis_max")
 
 
 def axis_min(x: Num) -> Num:
-    """The smallest of what its indices have, for each column: goes back from `axis_max` to columns."""
+    """For each column the smallest of what its indices have: goes back from `axis_max` to columns."""
     _check(x, "axis_min", ("axis",))
     return reader_of(x).axis_min(x)
 

@@ -1,4 +1,4 @@
-"""Errors for Python constructs that ask a traced value for its truth or its number: what to write instead."""
+"""Which Python construct asked a traced value for its truth or its number, and what to write instead."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def called(loc: Loc) -> tuple[str, str]:
 
 
 def of_module(loc: Loc, name: str) -> bool:
-    """Return True if something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
+    """Whether something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
     found = smallest(loc.file, _span(loc), (ast.Attribute,))
     return isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name) and found.value.id == name
 
@@ -161,7 +161,7 @@ def compared(loc: Loc, mark: str, scalar: str) -> UserError:
 
 
 def _is_test(loc: Loc) -> bool:
-    """Return True if a statement or operator of Python's, and no call, asks for the truth of what stands at a place."""
+    """Whether a statement or an operator of Python's, and no call, asks for the truth of what stands at a place."""
     parents = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp)
     at = smallest(loc.file, _span(loc), parents)
     asked = at.values if isinstance(at, ast.BoolOp) else [at.operand] if isinstance(at, ast.UnaryOp) else []

@@ -18,7 +18,7 @@ from optgen.lang.values import PRECISION, Absent
 from optgen.ops import spaces
 
 Matrix = Literal["last", "first"]
-"""The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
+"""Which matrix the rows and columns of a rule are those of, where a parameter has more than two dimensions."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 class Readings(NamedTuple):
-    """The functions that read a rule into IR and check it over all its flag settings (check.py)."""
+    """How the rule is read into IR, and checked over all its flag settings (tracing.py, check.py)."""
 
     trace: Callable[[Spec, tuple[tuple[str, bool], ...]], Trace]
     check: Callable[[Spec], None]
@@ -103,7 +103,7 @@ class Spec:
         return tuple(setting for setting in every if self._possible(setting))
 
     def _possible(self, setting: Mapping[str, bool]) -> bool:
-        """Return True if no flag is on that needs a hyper-parameter which another flag says is 0."""
+        """Whether no flag is on that needs a hyper-parameter which another flag says is 0."""
         zero = {f.nonzero for f in self.flags if f.nonzero is not None and not setting[f.name]}
         return not any(setting[f.name] and f.needs in zero for f in self.flags)
 

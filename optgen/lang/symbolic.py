@@ -1,4 +1,4 @@
-"""Questions about a spec for SymPy: its formulas, their LaTeX, and how a state recurs.
+"""What SymPy is asked about a spec, by name: its formulas, their LaTeX, and how a state recurs.
 
 Trees are built unevaluated, so that a formula reads as its author wrote it.
 """
@@ -123,7 +123,7 @@ _CHOICES = 4  # conditions of a state's new value that are looked at one by one
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The dependence of a state on its own last value s.
+    """How a state depends on its own last value s.
 
     ema             decay * s + (something else), decay < 1 and free of s
     sum             s + (something else); also with a decay that is 1 by default
@@ -151,7 +151,7 @@ class Recurrence:
 
 
 def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recurrence:
-    """Return how the state recurs under these flags, found by differentiating its new value by the old one."""
+    """How the state recurs under these flags, found by differentiating its new value by the old one."""
     return _recurrence(spec, tuple(sorted((flags or {}).items())), state)
 
 

@@ -46,11 +46,6 @@ def author_loc() -> Loc:
     return locs.of_frame(frame)
 
 
-def _operators(name: str) -> tuple[Callable[[Any, Num], Value], Callable[[Any, Num], Value]]:
-    """Return the methods of an operator for the left and for the right operand."""
-    return lambda self, other: _op(name, self, other), lambda self, other: _op(name, other, self)
-
-
 class Value:
     """A traced value.  `record(node)` is called for every operation made, so that a tracer can name it."""
 
@@ -61,18 +56,30 @@ class Value:
         self.node = node
         self.record = record
 
-    __add__, __radd__ = _operators("add")
-    __sub__, __rsub__ = _operators("sub")
-    __mul__, __rmul__ = _operators("mul")
-    __truediv__, __rtruediv__ = _operators("div")
-    __and__, __rand__ = _operators("and")
-    __or__, __ror__ = _operators("or")
-    __xor__, __rxor__ = _operators("xor")
-    __lshift__, _ = _operators("shl")
-    __rshift__, _ = _operators("shr")
-    __lt__, __gt__ = _operators("lt")
-    __le__, __ge__ = _operators("le")
-    _, __rpow__ = _operators("pow")
+    # -- arithmetic
+    def __add__(self, o: Num) -> Value:
+        return _op("add", self, o)
+
+    def __radd__(self, o: Num) -> Value:
+        return _op("add", o, self)
+
+    def __sub__(self, o: Num) -> Value:
+        return _op("sub", self, o)
+
+    def __rsub__(self, o: Num) -> Value:
+        return _op("sub", o, self)
+
+    def __mul__(self, o: Num) -> Value:
+        return _op("mul", self, o)
+
+    def __rmul__(self, o: Num) -> Value:
+        return _op("mul", o, self)
+
+    def __truediv__(self, o: Num) -> Value:
+        return _op("div", self, o)
+
+    def __rtruediv__(self, o: Num) -> Value:
+        return _op("div", o, self)
 
     def __neg__(self) -> Value:
         return _op("neg", self)
@@ -83,9 +90,6 @@ class Value:
     def __abs__(self) -> Value:
         return _op("abs", self)
 
-    def __invert__(self) -> Value:
-        return _op("not", self)
-
     def __pow__(self, e: Num) -> Any:
         if self.node.space == spaces.host or lift(e).space != spaces.host:
             return _op("pow", self, e)
@@ -94,6 +98,50 @@ class Value:
         if not math.isfinite(_float(e)):
             raise UserError("E104", loc=author_loc(), got=f"the exponent {e}", hint="an exponent is a finite number")
         return raised(self, e) if e else Value(ir.const(1.0), self.record)
+
+    def __rpow__(self, b: Num) -> Value:
+        return _op("pow", b, self)
+
+    # -- i32 and bool
+    def __and__(self, o: Num) -> Value:
+        return _op("and", self, o)
+
+    def __or__(self, o: Num) -> Value:
+        return _op("or", self, o)
+
+    def __xor__(self, o: Num) -> Value:
+        return _op("xor", self, o)
+
+    def __rand__(self, o: Num) -> Value:
+        return _op("and", o, self)
+
+    def __ror__(self, o: Num) -> Value:
+        return _op("or", o, self)
+
+    def __rxor__(self, o: Num) -> Value:
+        return _op("xor", o, self)
+
+    def __invert__(self) -> Value:
+        return _op("not", self)
+
+    def __lshift__(self, k: int) -> Value:
+        return _op("shl", self, k)
+
+    def __rshift__(self, k: int) -> Value:
+        return _op("shr", self, k)
+
+    # -- comparisons
+    def __lt__(self, o: Num) -> Value:
+        return _op("lt", self, o)
+
+    def __le__(self, o: Num) -> Value:
+        return _op("le", self, o)
+
+    def __gt__(self, o: Num) -> Value:
+        return _op("lt", o, self)
+
+    def __ge__(self, o: Num) -> Value:
+        return _op("le", o, self)
 
     # -- what a value refuses to do
     def __eq__(self, o: object) -> bool:
@@ -181,7 +229,7 @@ def _is_zero(x: object) -> bool:
 
 
 class AbsentReader:
-    """The reader of a state that is off: refuses every function of it."""
+    """What reads a state that is off: refuses every function of it."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def refuse(*args: Any, **_: Any) -> Any:

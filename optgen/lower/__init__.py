@@ -1,5 +1,9 @@
 """Spec + storage -> Program: the only room that sees both halves."""
 
-from optgen.lower.program import lower, lower_decode, lower_encode, matrix_of, needs_matrix, untouched
+from optgen.lower.codec import CodecPrograms, lower_codec, lower_weight
+from optgen.lower.program import dealt, lower, lower_rule, matrix_of, needs_matrix, normalizer, untouched
 
-__all__ = ["lower", "lower_decode", "lower_encode", "matrix_of", "needs_matrix", "untouched"]
+__all__ = [
+    "CodecPrograms", "dealt", "lower", "lower_codec", "lower_rule", "lower_weight", "matrix_of", "needs_matrix",
+    "normalizer", "untouched",
+]  # fmt: skip

@@ -89,11 +89,15 @@ def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = (), *, anew: bool 
     return out.node
 
 
-def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, Noise], list[Node]]:
-    """Noise for each field that wants bits, first come first served, a new word where 32 bits run out.
+Word = tuple[int, tuple[tuple[int, int], ...], bool]
+"""How a word is made: what the step's place is multiplied with, its narrow fields, whether each step hashes anew."""
 
-    The first field of a word takes its top bits and the last one its bottom bits: the one needs only a shift, the
-    other only a mask.
+
+def dealt(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, tuple[int, int, int]], list[Word]]:
+    """(word, shift, bits) of each field that wants bits, first come first served, and how each word is made.
+
+    A new word begins where 32 bits run out.  The first field of a word takes its top bits and the last one its bottom
+    bits: the one needs only a shift, the other only a mask.
 
     rare  fields that some steps do not store, or make anew; they have words of their own, drawn anew at each.  Of a
           window they would see some places only, at every second step those of the same half of the range: rounding
@@ -102,8 +106,8 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
     shares = _shares({name: bits for name, bits in wants.items() if name not in rare})
     often = len(shares)
     shares += _shares({name: bits for name, bits in wants.items() if name in rare})
-    out: dict[str, Noise] = {}
-    words = []
+    out: dict[str, tuple[int, int, int]] = {}
+    words: list[Word] = []
     for k, share in enumerate(shares):
         fields: dict[str, tuple[int, int]] = {}
         top = 32
@@ -111,10 +115,17 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
             top -= bits
             last = len(share) > 1 and name == list(share)[-1]
             fields[name] = 0 if last else top, bits
-        narrow = [f for f in fields.values() if f[1] < PLACE]
-        words.append(word(k, places(fields.values()), narrow) if k < often else word(k, 0, anew=True))
-        out |= {name: Noise(Value(words[k]), shift, bits) for name, (shift, bits) in fields.items()}
+        narrow = tuple(f for f in fields.values() if f[1] < PLACE)
+        words.append((places(fields.values()), narrow, False) if k < often else (0, (), True))
+        out |= {name: (k, shift, bits) for name, (shift, bits) in fields.items()}
     return out, words
+
+
+def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, Noise], list[Node]]:
+    """`dealt` as the noise of each field and the nodes of the words."""
+    fields, made = dealt(wants, rare)
+    words = [word(k, at, narrow, anew=anew) for k, (at, narrow, anew) in enumerate(made)]
+    return {name: Noise(Value(words[k]), shift, bits) for name, (k, shift, bits) in fields.items()}, words
 
 
 def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
@@ -130,4 +141,4 @@ def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
     return shares
 
 
-__all__ = ["WINDOW", "deal", "places", "word"]
+__all__ = ["WINDOW", "Word", "deal", "dealt", "places", "word"]

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from optgen.formats.plan import Storage, field_names
+from optgen.formats import floats
+from optgen.formats.format import Format
+from optgen.formats.masters import Native
+from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Kept, Let, Program, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
+from optgen.lower import noise as noises
 from optgen.lower.naming import Recorder
-from optgen.lower.noise import deal
+from optgen.lower.noise import Word, deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
-
-OUT, IN = "out_", "in_"  # before the name of a value that is no buffer of its own; no state is named so
 
 
 def weight_buffers(storage: Storage) -> dict[str, Buffer]:
@@ -65,12 +67,6 @@ def normalizer(spec: Spec, state: str) -> str | None:
     return next(d.normalized_by for d in spec.states if d.name == state)
 
 
-def of_elements(spec: Spec, storage: Storage) -> Storage:
-    """The storage of the weight and the element-wise states: the rest is kept as it is and needs no codec."""
-    own = {s.name for s in spec.states if s.space == spaces.elem}
-    return replace(storage, states={name: fmt for name, fmt in storage.states.items() if name in own})
-
-
 def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], list[Let]]:
     """The decoded weight and states, and a let for each that is more than a load."""
     record = Recorder("p", "decode")
@@ -100,8 +96,17 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
     where all do that are kept relative to it: they are divided by its root, which is read back above 0 once it is
     encoded, not as it began.
     """
-    same = spec.unchanged(flags)
-    pairs = [(name, normalizer(spec, name)) for name, fmt in storage.states.items() if fmt.relative]
+    return _settled(spec.unchanged(flags), _pairs(spec, storage, alone=False))
+
+
+def _pairs(spec: Spec, storage: Storage, alone: bool) -> tuple[tuple[str, str], ...]:
+    """States that are stored relative to another one; `alone`: those that a plan may store so."""
+    found = ((name, normalizer(spec, name)) for name, fmt in storage.states.items() if alone or fmt.relative)
+    return tuple((name, base) for name, base in found if base is not None and base in storage.states)
+
+
+def _settled(same: frozenset[str], pairs: Collection[tuple[str, str]]) -> frozenset[str]:
+    """The states of `same` that no pair takes along with one that moves."""
     while moved := {x for pair in pairs for x in pair if x in same and not same.issuperset(pair)}:
         same -= moved
     return same
@@ -116,6 +121,20 @@ def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[
     made = [{"p": trace.p, **trace.states} for trace in map(spec.trace, settings)]
     other = {name for new in made for name, node in new.items() if node is not made[0].get(name)}
     return frozenset(other).union(*(untouched(spec, storage, found) for found in settings))
+
+
+def _wants(spec: Spec, storage: Storage, still: Collection[str]) -> dict[str, int]:
+    """Random bits that each state and the weight want, in the order in which they are dealt out."""
+    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
+    return {**wants, "p": storage.master.noise_bits(storage.param)}
+
+
+def dealt(
+    spec: Spec, storage: Storage, flags: Mapping[str, bool]
+) -> tuple[dict[str, tuple[int, int, int]], tuple[Word, ...]]:
+    """(word, shift, bits) of every value that a step rounds stochastically, and how the words are made."""
+    fields, words = noises.dealt(_wants(spec, storage, untouched(spec, storage, flags)), _rare(spec, storage, flags))
+    return fields, tuple(words)
 
 
 def _encode_all(
@@ -133,9 +152,7 @@ def _encode_all(
     rare   states, or "p", that not every step stores, or not in the same way
     still  states that are not stored at this one
     """
-    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
-    wants["p"] = storage.master.noise_bits(storage.param)
-    noise, words = deal(wants, rare) if stochastic else ({}, [])
+    noise, words = deal(_wants(spec, storage, still), rare) if stochastic else ({}, [])
     anew = {drawn.word.node for name, drawn in noise.items() if name in rare}
     spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
@@ -180,7 +197,7 @@ def _buffers(spec: Spec, storage: Storage, grad: DType) -> tuple[Buffer, ...]:
 PACK = 64  # columns that packed codes are walked in where nothing else is in blocks
 
 
-def _block(buffers: tuple[Buffer, ...]) -> int:
+def block_of(buffers: tuple[Buffer, ...]) -> int:
     least = PACK if any(b.dtype.packed for b in buffers) else 1
     return max((b.space.size for b in buffers), default=0) or least
 
@@ -225,18 +242,22 @@ def _replacing(old: Node, new: Node) -> Rewriter:
 
 
 def _with_kept(
-    storage: Storage, weight: Node, states: Mapping[str, Node], body: list[Let], still: frozenset[str]
+    keep: Mapping[str, Callable[[Node], Node]],
+    weight: Node,
+    states: Mapping[str, Node],
+    body: list[Let],
+    still: frozenset[str],
 ) -> tuple[Node, dict[str, Node], list[Let]]:
-    """New weight, new states and lets, where what reads a new value finds it as it is kept (Format.as_kept).
+    """New weight, new states and lets, where what reads a new value finds it as it is kept.
 
-    States that stay `still` are as they are kept.
+    `keep` says how each state is kept that the rule goes on with so; states that stay `still` are as they are kept.
     """
     new, lets = dict(states), list(body)
-    for name, fmt in storage.states.items():
-        if not fmt.as_kept or name in still:
+    for name, kept_of in keep.items():
+        if name in still:
             continue
         value = new[name]
-        kept = fmt.decode(fmt.encode(Value(value))).node
+        kept = kept_of(value)
         rewrite = _replacing(value, kept)
         weight = rewrite(weight)
         new = {k: v if k == name or k in still else rewrite(v) for k, v in new.items()}
@@ -255,10 +276,22 @@ def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
     return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
 
 
-def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None) -> Program:
+def _kept_by(storage: Storage) -> dict[str, Callable[[Node], Node]]:
+    """How states are kept whose format has the rule go on with the value as it is kept."""
+
+    def of(fmt: Format) -> Callable[[Node], Node]:
+        return lambda value: fmt.decode(fmt.encode(Value(value))).node
+
+    return {name: of(fmt) for name, fmt in storage.states.items() if fmt.as_kept}
+
+
+def lower(
+    spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None, alone: bool = False
+) -> Program:
     """One optimizer step as a Program: decode, the author's lets, encode.
 
-    `grad` is the gradient's dtype, by default the parameter's.
+    grad   the gradient's dtype, by default the parameter's
+    alone  the rule without a plan, see `lower_rule`
     """
     trace = spec.trace(dict(flags))
     grad = grad or storage.param
@@ -280,9 +313,11 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
         return substituted(signed(node))
 
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
-    still = untouched(spec, storage, flags)
+    pairs = _pairs(spec, storage, alone)
+    still = _settled(spec.unchanged(flags), pairs)
+    keep = _kept_later(spec, storage) if alone else _kept_by(storage)
     new_weight, new_nodes, lets = _with_kept(
-        storage, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets, still
+        keep, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets, still
     )
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
@@ -309,7 +344,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
         host=(),
         body=tuple(let for let in body if let.node.space is not spaces.host or let.stage == "update"),
         stores=tuple(stores),
-        block=_block(buffers),
+        block=block_of(buffers),
         hypers=(*names, GRAD_SCALE, "step", *(h.name for h in present_host)),
         ranges=hyper_ranges(spec),
         doc=spec.doc,
@@ -317,31 +352,37 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
         kept=tuple(kept),
         sums=tuple(map(rewrite, trace.sums)),
+        together=pairs,
     )
+
+
+PLAIN = Plan("Every value as it is: a rule before it meets a plan.", name="plain", small_numel=0)
+
+
+def plain_storage(spec: Spec, flags: Mapping[str, bool]) -> Storage:
+    """The weight and all states in fp32, none relative."""
+    present = spec.present(flags)
+    nonneg = frozenset(s.name for s in present if s.nonneg)
+    return Storage(PLAIN, dtypes.f32, False, Native(), {s.name: floats.f32 for s in present}, nonneg)
+
+
+def _kept_later(spec: Spec, storage: Storage) -> dict[str, Callable[[Node], Node]]:
+    """States that some formats have the rule go on with as they are kept: nonnegative ones with a value per element."""
+
+    def of(name: str) -> Callable[[Node], Node]:
+        return lambda value: ir.op("kept", value, attr=name)
+
+    own = {s.name for s in spec.states if s.nonneg and s.space == spaces.elem and s.init != "param"}
+    return {name: of(name) for name in storage.states if name in own}
+
+
+def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
+    """One step of the rule alone: weight, gradient and states are fp32, whatever a plan makes of them.
+
+    States that a plan may store relative to one another are stored in one sweep, and both where one of them changes.
+    """
+    return lower(spec, flags, plain_storage(spec, flags), alone=True)
 
 
 def _to_f32(node: Node) -> Node:
     return node if node.dtype is dtypes.f32 else ir.op("cast", node, attr=dtypes.f32)
-
-
-def lower_decode(spec: Spec, storage: Storage) -> Program:
-    """What is kept -> f32 weight and element-wise states: the stores go to f32 pseudo-buffers, OUT + name."""
-    storage = of_elements(spec, storage)
-    buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
-    weight, states, lets = _decode_all(spec, storage)
-    values = {"p": weight} | states
-    outputs = tuple(Buffer(OUT + name, dtypes.f32, spaces.elem, "state", name, reads=False) for name in values)
-    stores = tuple(Store(OUT + name, v.node) for name, v in values.items())
-    return Program(spec.name, buffers + outputs, (), tuple(lets), stores, "strict", _block(buffers))
-
-
-def lower_encode(spec: Spec, storage: Storage) -> Program:
-    """f32 weight and element-wise states -> what is kept, to nearest; inputs are f32 pseudo-buffers, IN + name."""
-    storage = of_elements(spec, storage)
-    buffers = tuple(b for b in _buffers(spec, storage, storage.param) if b.role != "grad")
-    names = ["p", *storage.states]
-    inputs = tuple(Buffer(IN + name, dtypes.f32, spaces.elem, "state", name, writes=False) for name in names)
-    values = {name: Value(ir.load(IN + name, dtypes.f32, spaces.elem)) for name in names}
-    weight = values.pop("p")
-    lets, stores = _encode_all(spec, storage, weight, values, stochastic=False)
-    return Program(spec.name, inputs + buffers, (), tuple(lets), tuple(stores), "strict", _block(buffers))

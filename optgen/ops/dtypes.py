@@ -38,7 +38,7 @@ class DType:
 
     @property
     def packed(self) -> bool:
-        """True if several share a byte: neighbours, the first one in its lowest bits; a row fills whole eights of them,
+        """Whether several share a byte: neighbours, the first one in its lowest bits; a row fills whole eights of them,
         which are as many bytes as one has bits."""
         return self.kind == "uint" and self.bits < 8
 
@@ -82,5 +82,5 @@ FROM_TORCH = {d.torch: d for d in ALL.values() if not d.packed}
 
 
 def in_f32(x: float) -> float:
-    """Round a number to f32: 0 where it is too small, an infinity where it is too large."""
+    """What a number of the host's becomes in f32: 0 where it is too small, an infinity where it is too large."""
     return float(struct.unpack("=f", struct.pack("f", x))[0])  # the standard "=f" refuses to pack what becomes inf

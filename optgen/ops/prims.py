@@ -60,17 +60,17 @@ class Prim:
 
     @property
     def arity(self) -> int:
-        """The number of operands; -1: any."""
+        """How many operands it takes; -1: any number."""
         return -1 if "*" in self.takes else len(self.takes)
 
     @property
     def arithmetic(self) -> bool:
-        """True if it takes numbers and no conditions."""
+        """Whether it takes numbers and no conditions."""
         return "n" in self.takes or "f" in self.takes
 
     @property
     def spelled(self) -> str:
-        """The name in messages."""
+        """What messages call it."""
         return self.shown or (self.infix[0] if self.infix else f"{self.name}()")
 
 
@@ -160,6 +160,7 @@ _ROWS = (
     Prim("axis_min", "n", "of indices: for each column the smallest among its own", space="col"),
     # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.matrices
     Prim("call", "f*", "one value per element of a function of the whole matrix, then its host scalars", f32, "elem"),
+    Prim("kept", "f", "a state's new value as its codec keeps it, where the rule goes on with that; attr: its name"),
     # host space only, fp64
     Prim("pow", "ff", "x ** y", host="only", shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
     Prim("exp", "f", host="only", number=math.exp, tensor="exp", symbol="exp"),
@@ -184,13 +185,13 @@ _ROWS = (
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
 ON_HOST = frozenset(p.name for p in _ROWS if p.host)
-"""The primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
+"""What host scalars are made with: each has a spelling of its own in Python (backends/host.py), in fp64."""
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""
 
 GATHERS = {"axis_max": "axis", "axis_min": "col"}
-"""Primitives on values of another small space, several for each result: op -> the space of the result."""
+"""Of values of another small space, several for each result: op -> the space of the result."""
 
 
 def symbol(name: str, sympy: Any) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ def after(x: float, by: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Law:
-    """The straight lines that replace a table in fast maths.  k = code - zero numbers the entries, 0 where they are 0.
+    """What fast maths knows about a table of codes.  k = code - zero numbers the entries, 0 where they are 0.
 
     search  |k| = rint(max(min over the lines of slope * |x| + offset, least)), at most `most`
     lookup  |entry| = min(max over the lines of slope * |k| + offset, or 0), cap)
@@ -169,7 +169,7 @@ def law(values: Sequence[float], ends: Sequence[float]) -> Law | None:
 
 
 def _law(zero: int, entries: Sequence[float], starts: Sequence[float], signed: bool, last: bool) -> Law | None:
-    """Find the law of the entries above `zero` whose cells begin at `starts`; `last`: the last one is treated apart."""
+    """Of the entries above `zero`, and where their cells start; `last`: the last one is taken care of by itself."""
     most = len(entries) - last
     first = 1 if zero < 0 else 0  # without a 0 the first entry has no lower end
     cells = [(start, k + 0.5 + first) for k, start in enumerate(starts[: most - first])]

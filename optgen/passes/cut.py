@@ -153,13 +153,35 @@ class _Sweep:
     feasible: bool = True
 
 
+def _costs(buffers: Iterable[Buffer]) -> dict[str, float]:
+    """Bytes per parameter that decide where states are stored: those of 8-bit states and 24-bit weights for all plans.
+
+    One rule is then cut into the same sweeps under every plan whose states need no rows and columns; in fp32 and in
+    4 bits three of the ready-made rules move up to 2 bytes more than they could (docs/decisions.md).
+    """
+    out: dict[str, float] = {}
+    owners: set[tuple[str, str]] = set()
+    for b in buffers:
+        out[b.name] = 0.0
+        if b.space != spaces.elem or b.role == "partial":
+            continue
+        if b.role in ("param", "grad"):
+            out[b.name] = 2.0
+        elif b.role == "temp":
+            out[b.name] = b.dtype.bytes
+        elif (b.role, b.owner) not in owners:
+            owners.add((b.role, b.owner))
+            out[b.name] = 1.03125 if b.role == "state" else 1.0
+    return out
+
+
 class Cutter:
     """Cuts one program; every method is one decision."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.level = Levels([*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)])
-        self.size = {b.name: b.bytes_per_param for b in program.buffers}
+        self.size = _costs(program.buffers)
         self.buffers = {b.name: b for b in program.buffers}
         live = list(postorder([*(s.node for s in program.stores), *program.sums]))
         self.reductions = [n for n in live if reduces_elements(n)]
@@ -264,7 +286,9 @@ class Cutter:
         return groups
 
     def _share_encoding(self, a: str, b: str, reads: Mapping[str, set[int]]) -> bool:
-        """Whether the two encodings read the same block statistics."""
+        """Return True if the two encodings read the same block statistics, or one is relative to the other."""
+        if (a, b) in self.program.together or (b, a) in self.program.together:
+            return True
         blocks = [n.uid for s in self.stores[a] for n in postorder([s.node]) if n.op in ("block_max", "block_min")]
         return not reads[b].isdisjoint(blocks)
 

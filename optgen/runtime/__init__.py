@@ -5,6 +5,6 @@ Stands alone: torch and the standard library, Triton once a kernel starts; nothi
 
 from optgen.runtime.memory import Memory, ParameterMemory
 from optgen.runtime.optimizer import Optimizer
-from optgen.runtime.records import Field, Flag, Hyper, Stage, Temp, Variant
+from optgen.runtime.records import Eager, Field, Flag, Hyper, Stage, Temp, Variant
 
-__all__ = ["Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Stage", "Temp", "Variant"]
+__all__ = ["Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Stage", "Temp", "Variant"]

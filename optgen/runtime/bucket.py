@@ -173,8 +173,7 @@ def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> No
 
 def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Iterator[Any]:
     """Calls the eager function for each parameter that has elements; what it returns."""
-    module = plans.part(bucket.plan, "reference")
-    function: Callable[..., Any] = getattr(module, bucket.variant.step_name)
+    function = plans.reference(bucket.plan, bucket.variant).step
     names = bucket.variant.names
     wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
     places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)

@@ -35,11 +35,21 @@ class Blocks:
 
     `live` is None where every block is full, else a bool tensor (1, blocks, size) that is False in the
     lanes past the end of a row.  `place` says where it lies in the logical tensor that it is a part of (row and column
-    of its first element, columns of that tensor); None: it is all of it.
+    of its first element, columns of that tensor); None: it is all of it.  `dims` are the dimensions that columns are
+    made of; None: one.
     """
 
-    def __init__(self, p: Tensor, size: int, place: tuple[int, int, int] | None = None) -> None:
-        self.shape, self.size, self.device, self.place = p.shape, size, p.device, place
+    def __init__(
+        self,
+        p: Tensor | Blocks,
+        size: int,
+        place: tuple[int, int, int] | None = None,
+        dims: Sequence[int] | None = None,
+    ) -> None:
+        self.dims = dims
+        self.shape: torch.Size = p.shape
+        self.device: torch.device = p.device
+        self.size, self.place = size, place
         self.rows, self.columns = rows_and_columns(p.shape)
         self.blocks = -(-self.columns // size)
         self.padding = self.blocks * size - self.columns
@@ -134,17 +144,9 @@ class Blocks:
         """Largest of all elements: (); NaN where any is."""
         return (self.flat(x) + 0.0).amax()
 
-    def store(self, to: Tensor, x: Tensor) -> None:
-        """Writes values read by `elements` to `to`, of the parameter's shape."""
-        to.copy_(self.flat(x))
-
-    def store_codes(self, to: Tensor, x: Tensor, bits: int) -> None:
-        """Writes codes to `to`, packed: (rows, bytes)."""
-        to.copy_(self.flat_codes(x, bits))
-
-    def store_per_block(self, to: Tensor, x: Tensor) -> None:
-        """Writes one value per block to `to`, of shape (rows, blocks)."""
-        to.copy_(self.flat_per_block(x))
+    def by(self, size: int) -> Blocks:
+        """The same tensor read in blocks of another size."""
+        return self if size == self.size else Blocks(self, size, self.place, self.dims)
 
 
 def few_sum(x: Tensor, space: str) -> Tensor:

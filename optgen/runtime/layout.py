@@ -166,9 +166,7 @@ def encode(
     weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
     shape, device = p.shape, p.device
-    function: Callable[..., Mapping[str, Tensor]] = getattr(
-        plans.part(plan, "reference"), f"{variant.codec_name}_encode"
-    )
+    function = plans.reference(plan, variant).encode
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] if room and f.name in room else empty_field(f, shape, device) for f in fields}
@@ -248,9 +246,7 @@ def decode(
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
     shape = p.shape
-    function: Callable[..., Mapping[str, Tensor]] = getattr(
-        plans.part(plan, "reference"), f"{variant.codec_name}_decode"
-    )
+    function = plans.reference(plan, variant).decode
     few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
     out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in elements}
@@ -279,9 +275,7 @@ def first(
 ) -> dict[str, Tensor]:
     """The first values of what `decode` gives for element-wise states: 1-D, whole blocks of the first row that make up
     `least` elements, or the row.  For p with elements."""
-    function: Callable[..., Mapping[str, Tensor]] = getattr(
-        plans.part(plan, "reference"), f"{variant.codec_name}_decode"
-    )
+    function = plans.reference(plan, variant).decode
     if variant.of_whole:
         made = _decode_whole(variant, function, p, state)
         return {name: made[name].reshape(-1)[:least] for name in wanted}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from optgen.runtime import stored
 from optgen.runtime.records import Flag, Variant, dtype_name, in_blocks
 
 provider: Callable[[type, str], ModuleType] | None = None
@@ -109,6 +110,27 @@ def part(module: ModuleType, name: str) -> ModuleType:
     if isinstance(found, ModuleType):
         return found
     return importlib.import_module(f"{module.__name__}.{name}")
+
+
+class Reference(NamedTuple):
+    """The eager functions of a variant, see runtime/stored.py."""
+
+    step: Callable[..., Any]
+    decode: Callable[..., Mapping[str, torch.Tensor]]
+    encode: Callable[..., Mapping[str, torch.Tensor]]
+
+
+@functools.lru_cache(maxsize=4096)
+def reference(module: ModuleType, variant: Variant) -> Reference:
+    """The eager functions of a variant: its rule's under its plan's codecs, or those of a package that has its own."""
+    if variant.eager is None:
+        own, name = part(module, "reference"), variant.codec_name
+        return Reference(*(getattr(own, f, None) for f in (variant.step_name, f"{name}_decode", f"{name}_encode")))  # type: ignore[arg-type]
+    rule = importlib.import_module("..eager", module.__name__)
+    codecs = importlib.import_module(module.CODECS, module.__name__)
+    return Reference(
+        stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
+    )
 
 
 @functools.cache

@@ -281,6 +281,26 @@ class Stage:
     given: tuple[float | str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Eager:
+    """How the eager reference keeps the values of a rule under a plan.
+
+    codecs    owner ("p" or a state) -> name of its codec in the plan's module; fp32 as it is where there is none
+    relative  state -> state whose root it is divided by
+    noise     owner -> (word, shift) of its random bits; to nearest where there are none
+    words     (factor of the step's place, ((shift, bits) of narrow fields, ...), True if hashed anew at each step)
+    early     states that later sweeps of the step read as they are stored
+    still     states that the step leaves as they are stored
+    """
+
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    relative: Mapping[str, str] = field(default_factory=dict)
+    noise: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    words: tuple[tuple[int, tuple[tuple[int, int], ...], bool], ...] = ()
+    early: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One kernel of a plan.
@@ -307,6 +327,7 @@ class Variant:
     matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
                  the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
                  so many rows put together (`in_blocks`)
+    eager        how the eager reference keeps each value; None where the package has step functions of its own
     """
 
     function: str
@@ -330,6 +351,16 @@ class Variant:
     stages: tuple[Stage, ...] = ()
     rows: bool = False
     matrix: Matrix = "last"
+    eager: Eager | None = None
+
+    def owned(self, owner: str) -> tuple[str, ...]:
+        """Names of the fields that store part of a state, or of "p"."""
+        return self._owned.get(owner, ())
+
+    @cached_property
+    def _owned(self) -> Mapping[str, tuple[str, ...]]:
+        owners = dict.fromkeys(f.owner for f in self.fields)
+        return {o: tuple(f.name for f in self.fields if f.owner == o) for o in owners}
 
     @property
     def step_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Enclosures of one optimizer step, and a check that generated code keeps to them.
+"""What one optimizer step may be off by, and whether generated code keeps to it.
 
 The step of an optimizer is decode, update, encode.  Decoding is exact; the update is enclosed by reading the
 spec on intervals (verify/intervals.py); encoding adds the format's own bound (verify/bounds.py) times the scale
@@ -77,7 +77,7 @@ def oracle(
 
 
 def reading(spec: Spec, before: Values, g: Tensor, hypers: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return the new "p" and states of a step before anything is stored; the oracle's values lie inside."""
+    """What the rule makes of a step before anything is stored: "p" and the states; the oracle's values lie inside."""
     gradient = Interval.point(g.float(), before.p.model)
     p, new, _ = _evaluated(spec, before, gradient, hypers)
     return {"p": p, **new}
@@ -144,7 +144,7 @@ def _kept(
     dims: tuple[int, ...] | None,
     still: Collection[str],
 ) -> Interval:
-    """Return the interval of a state's readings after its new value was stored; one that stays `still` is as it was."""
+    """What a state may read as after its new value was stored; one that stays `still` is as it was."""
     if name in still:
         return states[name]
     decl, fmt, root = next(s for s in spec.states if s.name == name), storage.states[name], None
@@ -278,7 +278,7 @@ def _root(x: Interval) -> Interval:
 
 
 def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None) -> Interval:
-    """Return the interval of decode(encode(y)) for every y in x; blocks run along the rows of the 2-D view.
+    """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view.
 
     dims  what the columns of a matrix x are made of; None: one dimension
     """
@@ -457,7 +457,7 @@ class Trial:
         self.flags = flags
 
     def storage(self, plan: Any, recurrences: Mapping[str, Any]) -> Storage:
-        """Return the plan's formats for this parameter."""
+        """How the plan stores this parameter."""
         param = FROM_TORCH[str(self.param.dtype).removeprefix("torch.")]
         found: Storage = plan.storage(
             self.spec.present(self.flags), param, self.variant.small, recurrences, vector=self.variant.vector

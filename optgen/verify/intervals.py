@@ -37,7 +37,7 @@ EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 @dataclass(frozen=True)
 class Model:
-    """The rounding of a machine: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
+    """How the machine rounds: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
     the factors of products and roots come in any order."""
 
     unit: float = F32_UNIT
@@ -140,7 +140,7 @@ class Interval:
 
     @property
     def known(self) -> Tensor:
-        """A mask: True where anything is claimed."""
+        """Where anything is claimed."""
         return ~(self.lo.isnan() | self.hi.isnan())
 
     def distance(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Interval:
         return torch.where(far.isnan(), torch.inf, far)
 
     def contains(self, x: Tensor) -> Tensor:
-        """Return a mask: True where x lies inside, and where nothing is claimed."""
+        """Where x lies inside; True where nothing is claimed."""
         x = x.to(torch.float64)
         return ~self.known | ((self.lo <= x) & (x <= self.hi))
 
@@ -237,7 +237,7 @@ class Interval:
     __radd__, __rmul__ = __add__, __mul__
 
     def __pow__(self, e: float) -> Interval:
-        """Raise to a power as traced values do: products for whole exponents, else the reader's power.
+        """As traced values do it: products for whole exponents, else the reader's power.
 
         Kernels have either for a number with a point, which may be the author's or a hyper-parameter's value.
         """
@@ -315,7 +315,7 @@ def _around(x: Interval, y: Interval) -> Interval:
 
 
 def _finite(x: Tensor) -> bool:
-    """Return True if all of it is finite: nearly always, and then nothing else need be asked."""
+    """Whether all of it is: nearly always, and then nothing else need be asked."""
     return bool(x.isfinite().all())
 
 

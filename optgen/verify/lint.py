@@ -1,4 +1,4 @@
-"""Verdicts on a rule's states under a plan over many steps, decided before anything runs.
+"""What a plan does to a rule's states over many steps, decided before anything runs.
 
 A format is judged by what happens when a state is decoded, updated and encoded again at every step, not by the
 error of storing it once.  What each state does to its old self (an average, a sum, a maximum ...) is derived from
@@ -52,7 +52,7 @@ LATE = 1e6  # the step at which decays are taken: what the first steps do differ
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The dependence of a state on its old self; `decay` at the default hyper-parameters, None where it has none."""
+    """How a state depends on its old self; `decay` at the default hyper-parameters, None where it has none."""
 
     kind: str
     decay: float | None = None
@@ -102,7 +102,7 @@ def _number(decay: Any, values: Mapping[str, float]) -> float | None:
 
 
 def overflow(spec: Spec, flags: Mapping[str, bool]) -> list[Finding]:
-    """Return a finding for what the rule itself turns into no number late in training, whatever it is stored as."""
+    """What the rule itself makes no number of late in training, whatever it is stored as."""
     return list(_overflow(spec, tuple(sorted(flags.items()))))
 
 
@@ -216,7 +216,7 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
 
 
 def _reach(fmt: Format, decay: float) -> str:
-    """Return where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
+    """Where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
     try:
         factor = bounds.steady_state(fmt, decay)
     except bounds.UnknownBound:

@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -58,9 +59,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adabelief_float32",
-        step="adabelief_float32",
+        step="adabelief",
         kernel="adabelief_float32",
-        codec="adabelief_float32",
         param="float32",
         small=False,
         flags={},
@@ -78,12 +78,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_var': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_var': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adabelief_float32_small",
-        step="adabelief_float32_small",
+        step="adabelief",
         kernel="adabelief_float32_small",
-        codec="adabelief_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -99,12 +99,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adabelief_bfloat16",
-        step="adabelief_bfloat16",
+        step="adabelief",
         kernel="adabelief_bfloat16",
-        codec="adabelief_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -123,12 +123,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_var': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_var': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adabelief_bfloat16_small",
-        step="adabelief_bfloat16_small",
+        step="adabelief",
         kernel="adabelief_bfloat16_small",
-        codec="adabelief_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -145,12 +145,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adabelief_float16",
-        step="adabelief_float16",
+        step="adabelief",
         kernel="adabelief_float16",
-        codec="adabelief_float16",
         param="float16",
         small=False,
         flags={},
@@ -169,12 +169,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_var': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_var': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adabelief_float16_small",
-        step="adabelief_float16_small",
+        step="adabelief",
         kernel="adabelief_float16_small",
-        codec="adabelief_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -191,5 +191,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,8 +15,9 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -36,9 +37,8 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adadelta_float32",
-        step="adadelta_float32",
+        step="adadelta",
         kernel="adadelta_float32",
-        codec="adadelta_float32",
         param="float32",
         small=False,
         flags={},
@@ -54,12 +54,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adadelta_bfloat16",
-        step="adadelta_bfloat16",
+        step="adadelta",
         kernel="adadelta_bfloat16",
-        codec="adadelta_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -75,12 +75,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adadelta_float16",
-        step="adadelta_float16",
+        step="adadelta",
         kernel="adadelta_float16",
-        codec="adadelta_float16",
         param="float16",
         small=False,
         flags={},
@@ -96,5 +96,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

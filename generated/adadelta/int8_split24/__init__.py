@@ -21,8 +21,9 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -42,9 +43,8 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adadelta_float32",
-        step="adadelta_float32",
+        step="adadelta",
         kernel="adadelta_float32",
-        codec="adadelta_float32",
         param="float32",
         small=False,
         flags={},
@@ -62,12 +62,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adadelta_float32_small",
-        step="adadelta_float32_small",
+        step="adadelta",
         kernel="adadelta_float32_small",
-        codec="adadelta_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -83,12 +83,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adadelta_bfloat16",
-        step="adadelta_bfloat16",
+        step="adadelta",
         kernel="adadelta_bfloat16",
-        codec="adadelta_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -107,12 +107,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adadelta_bfloat16_small",
-        step="adadelta_bfloat16_small",
+        step="adadelta",
         kernel="adadelta_bfloat16_small",
-        codec="adadelta_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -129,12 +129,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adadelta_float16",
-        step="adadelta_float16",
+        step="adadelta",
         kernel="adadelta_float16",
-        codec="adadelta_float16",
         param="float16",
         small=False,
         flags={},
@@ -153,12 +153,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adadelta_float16_small",
-        step="adadelta_float16_small",
+        step="adadelta",
         kernel="adadelta_float16_small",
-        codec="adadelta_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -175,5 +175,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   12 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import power, smaller
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -83,9 +84,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
 VARIANTS = (
     Variant(
         function="adafactor_float32",
-        step="adafactor_float32",
+        step="adafactor",
         kernel="adafactor_float32",
-        codec="adafactor_float32",
         param="float32",
         small=False,
         flags={'factored': True},
@@ -101,6 +101,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -129,9 +130,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_bfloat16",
-        step="adafactor_bfloat16",
+        step="adafactor",
         kernel="adafactor_bfloat16",
-        codec="adafactor_bfloat16",
         param="bfloat16",
         small=False,
         flags={'factored': True},
@@ -147,6 +147,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -175,9 +176,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float16",
-        step="adafactor_float16",
+        step="adafactor",
         kernel="adafactor_float16",
-        codec="adafactor_float16",
         param="float16",
         small=False,
         flags={'factored': True},
@@ -193,6 +193,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -221,9 +222,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float32_no_factored",
-        step="adafactor_float32_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_float32_no_factored",
-        codec="adafactor_float32_no_factored",
         param="float32",
         small=False,
         flags={'factored': False},
@@ -238,6 +238,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -251,9 +252,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_bfloat16_no_factored",
-        step="adafactor_bfloat16_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_bfloat16_no_factored",
-        codec="adafactor_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'factored': False},
@@ -268,6 +268,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -281,9 +282,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float16_no_factored",
-        step="adafactor_float16_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_float16_no_factored",
-        codec="adafactor_float16_no_factored",
         param="float16",
         small=False,
         flags={'factored': False},
@@ -298,6 +298,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),

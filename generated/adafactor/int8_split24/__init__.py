@@ -15,9 +15,10 @@
 #   traffic   15 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import power, smaller
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -83,9 +84,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
 VARIANTS = (
     Variant(
         function="adafactor_float32",
-        step="adafactor_float32",
+        step="adafactor",
         kernel="adafactor_float32",
-        codec="adafactor_float32",
         param="float32",
         small=False,
         flags={'factored': True},
@@ -101,6 +101,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -129,9 +130,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_bfloat16",
-        step="adafactor_bfloat16",
+        step="adafactor",
         kernel="adafactor_bfloat16",
-        codec="adafactor_bfloat16",
         param="bfloat16",
         small=False,
         flags={'factored': True},
@@ -148,6 +148,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -176,9 +177,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float16",
-        step="adafactor_float16",
+        step="adafactor",
         kernel="adafactor_float16",
-        codec="adafactor_float16",
         param="float16",
         small=False,
         flags={'factored': True},
@@ -195,6 +195,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
@@ -223,9 +224,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float32_no_factored",
-        step="adafactor_float32_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_float32_no_factored",
-        codec="adafactor_float32_no_factored",
         param="float32",
         small=False,
         flags={'factored': False},
@@ -241,6 +241,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'variance': 'nonneg'}, noise={'variance': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -254,9 +255,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float32_no_factored_small",
-        step="adafactor_float32_no_factored_small",
+        step="adafactor_no_factored",
         kernel="adafactor_float32_no_factored_small",
-        codec="adafactor_float32_no_factored_small",
         param="float32",
         small=True,
         flags={'factored': False},
@@ -271,6 +271,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -284,9 +285,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_bfloat16_no_factored",
-        step="adafactor_bfloat16_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_bfloat16_no_factored",
-        codec="adafactor_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'factored': False},
@@ -303,6 +303,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'variance': 'nonneg'}, noise={'variance': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -316,9 +317,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_bfloat16_no_factored_small",
-        step="adafactor_bfloat16_no_factored_small",
+        step="adafactor_no_factored",
         kernel="adafactor_bfloat16_no_factored_small",
-        codec="adafactor_bfloat16_no_factored_small",
         param="bfloat16",
         small=True,
         flags={'factored': False},
@@ -334,6 +334,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -347,9 +348,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float16_no_factored",
-        step="adafactor_float16_no_factored",
+        step="adafactor_no_factored",
         kernel="adafactor_float16_no_factored",
-        codec="adafactor_float16_no_factored",
         param="float16",
         small=False,
         flags={'factored': False},
@@ -366,6 +366,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'variance': 'nonneg'}, noise={'variance': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
@@ -379,9 +380,8 @@ VARIANTS = (
     ),
     Variant(
         function="adafactor_float16_no_factored_small",
-        step="adafactor_float16_no_factored_small",
+        step="adafactor_no_factored",
         kernel="adafactor_float16_no_factored_small",
-        codec="adafactor_float16_no_factored_small",
         param="float16",
         small=True,
         flags={'factored': False},
@@ -397,6 +397,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),

@@ -13,9 +13,10 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -37,9 +38,8 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
 VARIANTS = (
     Variant(
         function="adagrad_float32",
-        step="adagrad_float32",
+        step="adagrad",
         kernel="adagrad_float32",
-        codec="adagrad_float32",
         param="float32",
         small=False,
         flags={},
@@ -54,12 +54,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(),
     ),
     Variant(
         function="adagrad_bfloat16",
-        step="adagrad_bfloat16",
+        step="adagrad",
         kernel="adagrad_bfloat16",
-        codec="adagrad_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -74,12 +74,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adagrad_float16",
-        step="adagrad_float16",
+        step="adagrad",
         kernel="adagrad_float16",
-        codec="adagrad_float16",
         param="float16",
         small=False,
         flags={},
@@ -94,5 +94,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

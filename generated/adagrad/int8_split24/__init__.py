@@ -16,9 +16,10 @@
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -40,9 +41,8 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
 VARIANTS = (
     Variant(
         function="adagrad_float32",
-        step="adagrad_float32",
+        step="adagrad",
         kernel="adagrad_float32",
-        codec="adagrad_float32",
         param="float32",
         small=False,
         flags={},
@@ -58,12 +58,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'sum': 'nonneg'}, noise={'sum': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adagrad_float32_small",
-        step="adagrad_float32_small",
+        step="adagrad",
         kernel="adagrad_float32_small",
-        codec="adagrad_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -78,12 +78,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(),
     ),
     Variant(
         function="adagrad_bfloat16",
-        step="adagrad_bfloat16",
+        step="adagrad",
         kernel="adagrad_bfloat16",
-        codec="adagrad_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -100,12 +100,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'sum': 'nonneg'}, noise={'sum': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="adagrad_bfloat16_small",
-        step="adagrad_bfloat16_small",
+        step="adagrad",
         kernel="adagrad_bfloat16_small",
-        codec="adagrad_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -121,12 +121,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adagrad_float16",
-        step="adagrad_float16",
+        step="adagrad",
         kernel="adagrad_float16",
-        codec="adagrad_float16",
         param="float16",
         small=False,
         flags={},
@@ -143,12 +143,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_f16', 'sum': 'nonneg'}, noise={'sum': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="adagrad_float16_small",
-        step="adagrad_float16_small",
+        step="adagrad",
         kernel="adagrad_float16_small",
-        codec="adagrad_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -164,5 +164,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'sum': 'initial_accumulator_value'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -88,9 +89,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adam_float32",
-        step="adam_float32",
+        step="adam",
         kernel="adam_float32",
-        codec="adam_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': False},
@@ -106,12 +106,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adam_bfloat16",
-        step="adam_bfloat16",
+        step="adam",
         kernel="adam_bfloat16",
-        codec="adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': False},
@@ -127,12 +127,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adam_float16",
-        step="adam_float16",
+        step="adam",
         kernel="adam_float16",
-        codec="adam_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': False},
@@ -148,12 +148,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adam_float32_decoupled_weight_decay",
-        step="adam_float32_decoupled_weight_decay",
+        step="adam_decoupled_weight_decay",
         kernel="adam_float32_decoupled_weight_decay",
-        codec="adam_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': True},
@@ -169,12 +169,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adam_bfloat16_decoupled_weight_decay",
-        step="adam_bfloat16_decoupled_weight_decay",
+        step="adam_decoupled_weight_decay",
         kernel="adam_bfloat16_decoupled_weight_decay",
-        codec="adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': True},
@@ -190,12 +190,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adam_float16_decoupled_weight_decay",
-        step="adam_float16_decoupled_weight_decay",
+        step="adam_decoupled_weight_decay",
         kernel="adam_float16_decoupled_weight_decay",
-        codec="adam_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decoupled_weight_decay': True},
@@ -211,12 +211,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adam_float32_amsgrad",
-        step="adam_float32_amsgrad",
+        step="adam_amsgrad",
         kernel="adam_float32_amsgrad",
-        codec="adam_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': False},
@@ -233,12 +233,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adam_bfloat16_amsgrad",
-        step="adam_bfloat16_amsgrad",
+        step="adam_amsgrad",
         kernel="adam_bfloat16_amsgrad",
-        codec="adam_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': False},
@@ -255,12 +255,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adam_float16_amsgrad",
-        step="adam_float16_amsgrad",
+        step="adam_amsgrad",
         kernel="adam_float16_amsgrad",
-        codec="adam_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': False},
@@ -277,12 +277,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adam_float32_amsgrad_decoupled_weight_decay",
-        step="adam_float32_amsgrad_decoupled_weight_decay",
+        step="adam_amsgrad_decoupled_weight_decay",
         kernel="adam_float32_amsgrad_decoupled_weight_decay",
-        codec="adam_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': True},
@@ -299,12 +299,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adam_bfloat16_amsgrad_decoupled_weight_decay",
-        step="adam_bfloat16_amsgrad_decoupled_weight_decay",
+        step="adam_amsgrad_decoupled_weight_decay",
         kernel="adam_bfloat16_amsgrad_decoupled_weight_decay",
-        codec="adam_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': True},
@@ -321,12 +321,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adam_float16_amsgrad_decoupled_weight_decay",
-        step="adam_float16_amsgrad_decoupled_weight_decay",
+        step="adam_amsgrad_decoupled_weight_decay",
         kernel="adam_float16_amsgrad_decoupled_weight_decay",
-        codec="adam_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decoupled_weight_decay': True},
@@ -343,5 +343,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -12,8 +12,8 @@
 //                exact; every f32
 //     vmean_row  0 B  f32, one per row
 //                exact; every f32
-//   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan
+//   traffic   18 B per bfloat16 parameter and step: 2 sweeps
+//   maths     fast; rounding changed by: fma, group, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -28,18 +28,25 @@ struct adam_mini_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_vmean_row
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(row_sum_for_vmean_row_at + i, g * g);
         }
     }
@@ -65,11 +72,11 @@ struct adam_mini_float32_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_vmean_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        const F beta2(known.scalars[2]);
+        const F eps(known.scalars[3]);
+        const F grad_scale_times_grad_scale(known.scalars[4]);
+        const F one_minus_beta2(known.scalars[5]);
+        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
@@ -94,35 +101,26 @@ struct adam_mini_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const F p = load(p_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             store(p_at + i, p_3);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -136,19 +134,26 @@ struct adam_mini_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_vmean_row
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
+            const F m = load(m_at + i);
             const F g_cast = g_stored;
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
         }
     }
@@ -163,39 +168,29 @@ struct adam_mini_bfloat16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                           // bf16, nearest
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = widened(p_stored);                      // bf16, nearest
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -209,37 +204,27 @@ struct adam_mini_float16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                        // f16, nearest
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = widen_half(p_stored);                   // f16, nearest
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             store(p_at + i, narrow_half(p_3));
-            store(m_at + i, m_2);
         }
     }
 };
@@ -253,18 +238,25 @@ struct adam_mini_float32_no_by_rows_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_vmean
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
+        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(tensor_sum_for_vmean_at + i, g * g);
         }
     }
@@ -289,11 +281,11 @@ struct adam_mini_float32_no_by_rows_2 {
         float *__restrict one_over_denom_at = (float *)at[1];                    // float32 [tensor]  written
         const float *__restrict tensor_sum_for_vmean_at = (const float *)at[2];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        const F beta2(known.scalars[2]);
+        const F eps(known.scalars[3]);
+        const F grad_scale_times_grad_scale(known.scalars[4]);
+        const F one_minus_beta2(known.scalars[5]);
+        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
@@ -318,36 +310,27 @@ struct adam_mini_float32_no_by_rows_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const F p = load(p_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             store(p_at + i, p_3);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -361,19 +344,26 @@ struct adam_mini_bfloat16_no_by_rows_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_vmean
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
+        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
+            const F m = load(m_at + i);
             const F g_cast = g_stored;
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
         }
     }
@@ -388,40 +378,30 @@ struct adam_mini_bfloat16_no_by_rows_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                           // bf16, nearest
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = widened(p_stored);                      // bf16, nearest
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -435,38 +415,28 @@ struct adam_mini_float16_no_by_rows_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                        // f16, nearest
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = widen_half(p_stored);                   // f16, nearest
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             store(p_at + i, narrow_half(p_3));
-            store(m_at + i, m_2);
         }
     }
 };
@@ -474,7 +444,7 @@ struct adam_mini_float16_no_by_rows_3 {
 template <class Grad>
 struct adam_mini_float32 {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -495,7 +465,7 @@ struct adam_mini_float32 {
 template <class Grad>
 struct adam_mini_bfloat16 {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -516,7 +486,7 @@ struct adam_mini_bfloat16 {
 template <class Grad>
 struct adam_mini_float16 {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -537,7 +507,7 @@ struct adam_mini_float16 {
 template <class Grad>
 struct adam_mini_float32_no_by_rows {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -558,7 +528,7 @@ struct adam_mini_float32_no_by_rows {
 template <class Grad>
 struct adam_mini_bfloat16_no_by_rows {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -579,7 +549,7 @@ struct adam_mini_bfloat16_no_by_rows {
 template <class Grad>
 struct adam_mini_float16_no_by_rows {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

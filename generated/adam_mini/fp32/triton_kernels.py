@@ -12,8 +12,8 @@
 #                exact; every f32
 #     vmean_row  0 B  f32, one per row
 #                exact; every f32
-#   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan
+#   traffic   18 B per bfloat16 parameter and step: 2 sweeps
+#   maths     fast; rounding changed by: fma, group, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
@@ -25,30 +25,44 @@ from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
-def adam_mini_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def adam_mini_float32_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
+    m = get(m_ptr, at, live, MASKED)
+    # -- update  (specs/adam_mini.py)
+    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
+    put(m_ptr, at, m, live, MASKED)
     return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
+    walk_panels(
+        table, work, adam_mini_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, TILES)
+    walk_any(
+        table, work, adam_mini_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES,
+    )
 
 
 @triton.jit
@@ -106,109 +120,106 @@ def adam_mini_float32_2(
 
 @triton.jit
 def adam_mini_float32_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adam_mini.py)
-    p = one_minus_lr_times_weight_decay * p                     # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(m_ptr, at, m, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_float32_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        ROWS, ALIGNED,
+        table, work, adam_mini_float32_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_float32_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES,
+        table, work, adam_mini_float32_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
 @triton.jit
-def adam_mini_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED),
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adam_mini_bfloat16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
-):
-    """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adam_mini_bfloat16_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
-):
-    """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES)
-
-
-@triton.jit
-def adam_mini_bfloat16_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, MASKED: tl.constexpr,
+def adam_mini_bfloat16_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     m = get(m_ptr, at, live, MASKED)
-    one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adam_mini.py)
     g_cast = widened(g_stored)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
-    # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
     put(m_ptr, at, m, live, MASKED)
+    return term(g_cast, at, live, MASKED),
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_mini_bfloat16_1(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        ROWS, ALIGNED,
+    )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_mini_bfloat16_1_flat(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES,
+    )
+
+
+@triton.jit
+def adam_mini_bfloat16_3_tile(
+    p_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
+    # -- update  (specs/adam_mini.py)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
+    # 34  p = p - lr / (1 - beta1**t) * m / denom
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
+    # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -216,134 +227,128 @@ def adam_mini_bfloat16_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.bfloat16), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_bfloat16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        ROWS, ALIGNED,
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.bfloat16), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_bfloat16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES,
+        table, work, adam_mini_bfloat16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
 @triton.jit
-def adam_mini_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED),
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
-):
-    """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
-):
-    """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, TILES)
-
-
-@triton.jit
-def adam_mini_float16_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, MASKED: tl.constexpr,
+def adam_mini_float16_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     m = get(m_ptr, at, live, MASKED)
-    one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adam_mini.py)
     g_cast = g_stored.to(tl.float32)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
-    # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(m_ptr, at, m, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+def adam_mini_float16_1(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_float16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        table, work, adam_mini_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
         ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adam_mini_float16_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+def adam_mini_float16_1_flat(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_float16_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        table, work, adam_mini_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
         TILES,
+    )
+
+
+@triton.jit
+def adam_mini_float16_3_tile(
+    p_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
+    # -- update  (specs/adam_mini.py)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
+    # 34  p = p - lr / (1 - beta1**t) * m / denom
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
+    # -- encode and store
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_mini_float16_3(
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float16), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
+):
+    """adam_mini: 64 rows of 1024 columns of a matrix."""
+    walk_panels(
+        table, work, adam_mini_float16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+    )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_mini_float16_3_flat(
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float16), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
+):
+    """adam_mini: tiles of a tensor of any shape."""
+    walk_any(
+        table, work, adam_mini_float16_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, adam_mini_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -399,78 +404,66 @@ def adam_mini_float32_no_by_rows_2(
 
 @triton.jit
 def adam_mini_float32_no_by_rows_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-    MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, live, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adam_mini.py)
-    p = one_minus_lr_times_weight_decay * p                     # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(m_ptr, at, m, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(
-        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "one")), parts=2),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float32_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_float32_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adam_mini_bfloat16_no_by_rows_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-    MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, live, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adam_mini.py)
-    g_cast = widened(g_stored)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
-    put(m_ptr, at, m, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -478,74 +471,62 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(
-        19, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((0, tl.bfloat16), (2, tl.float32), (5, tl.float32, "one")), parts=2),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_bfloat16_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_bfloat16_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, adam_mini_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adam_mini_float16_no_by_rows_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-    MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, live, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adam_mini.py)
-    g_cast = g_stored.to(tl.float32)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(m_ptr, at, m, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(
-        19, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((0, tl.float16), (2, tl.float32), (5, tl.float32, "one")), parts=2),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float16_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_float16_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -15,9 +15,10 @@
 #   traffic   11.0938 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import divide, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -50,44 +51,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        grad_scale, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t, beta1,
-        one_minus_lr_times_weight_decay, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
-    return (
-        beta2, eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, beta1,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-    )
-
-
 VARIANTS = (
     Variant(
         function="adam_mini_float32",
-        step="adam_mini_float32",
+        step="adam_mini",
         kernel="adam_mini_float32",
-        codec="adam_mini_float32",
         param="float32",
         small=False,
         flags={'by_rows': True},
@@ -104,6 +72,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'m': 'signed'}, noise={'m': (0, 20)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
@@ -117,9 +86,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_float32_small",
-        step="adam_mini_float32_small",
+        step="adam_mini",
         kernel="adam_mini_float32_small",
-        codec="adam_mini_float32_small",
         param="float32",
         small=True,
         flags={'by_rows': True},
@@ -127,30 +95,30 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
             Temp("one_over_denom", "row"),
         ),
         stages=(
-            Stage("adam_mini_float32_small_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_small_2", "row", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float32_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
+            Stage("adam_mini_float32_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
+            Stage("adam_mini_float32_small_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
+            Stage("adam_mini_float32_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
         function="adam_mini_bfloat16",
-        step="adam_mini_bfloat16",
+        step="adam_mini",
         kernel="adam_mini_bfloat16",
-        codec="adam_mini_bfloat16",
         param="bfloat16",
         small=False,
         flags={'by_rows': True},
@@ -168,6 +136,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
@@ -181,9 +150,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_bfloat16_small",
-        step="adam_mini_bfloat16_small",
+        step="adam_mini",
         kernel="adam_mini_bfloat16_small",
-        codec="adam_mini_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'by_rows': True},
@@ -192,30 +160,30 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
             Temp("one_over_denom", "row"),
         ),
         stages=(
-            Stage("adam_mini_bfloat16_small_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_bfloat16_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
+            Stage("adam_mini_bfloat16_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
+            Stage("adam_mini_bfloat16_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
         function="adam_mini_float16",
-        step="adam_mini_float16",
+        step="adam_mini",
         kernel="adam_mini_float16",
-        codec="adam_mini_float16",
         param="float16",
         small=False,
         flags={'by_rows': True},
@@ -233,6 +201,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
@@ -246,9 +215,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_float16_small",
-        step="adam_mini_float16_small",
+        step="adam_mini",
         kernel="adam_mini_float16_small",
-        codec="adam_mini_float16_small",
         param="float16",
         small=True,
         flags={'by_rows': True},
@@ -257,30 +225,30 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
             Temp("one_over_denom", "row"),
         ),
         stages=(
-            Stage("adam_mini_float16_small_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float16_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
+            Stage("adam_mini_float16_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
+            Stage("adam_mini_float16_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
         function="adam_mini_float32_no_by_rows",
-        step="adam_mini_float32_no_by_rows",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_float32_no_by_rows",
-        codec="adam_mini_float32",
         param="float32",
         small=False,
         flags={'by_rows': False},
@@ -297,6 +265,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'m': 'signed'}, noise={'m': (0, 20)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
@@ -310,9 +279,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_float32_no_by_rows_small",
-        step="adam_mini_float32_no_by_rows_small",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_float32_no_by_rows_small",
-        codec="adam_mini_float32_small",
         param="float32",
         small=True,
         flags={'by_rows': False},
@@ -320,30 +288,30 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
             Temp("one_over_denom", "tensor"),
         ),
         stages=(
-            Stage("adam_mini_float32_no_by_rows_small_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_small_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_small_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="adam_mini_bfloat16_no_by_rows",
-        step="adam_mini_bfloat16_no_by_rows",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_bfloat16_no_by_rows",
-        codec="adam_mini_bfloat16",
         param="bfloat16",
         small=False,
         flags={'by_rows': False},
@@ -361,6 +329,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
@@ -374,9 +343,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_bfloat16_no_by_rows_small",
-        step="adam_mini_bfloat16_no_by_rows_small",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_bfloat16_no_by_rows_small",
-        codec="adam_mini_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'by_rows': False},
@@ -385,30 +353,30 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
             Temp("one_over_denom", "tensor"),
         ),
         stages=(
-            Stage("adam_mini_bfloat16_no_by_rows_small_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_bfloat16_no_by_rows_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("adam_mini_bfloat16_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
+            Stage("adam_mini_bfloat16_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="adam_mini_float16_no_by_rows",
-        step="adam_mini_float16_no_by_rows",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_float16_no_by_rows",
-        codec="adam_mini_float16",
         param="float16",
         small=False,
         flags={'by_rows': False},
@@ -426,6 +394,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
@@ -439,9 +408,8 @@ VARIANTS = (
     ),
     Variant(
         function="adam_mini_float16_no_by_rows_small",
-        step="adam_mini_float16_no_by_rows_small",
+        step="adam_mini_no_by_rows",
         kernel="adam_mini_float16_no_by_rows_small",
-        codec="adam_mini_float16_small",
         param="float16",
         small=True,
         flags={'by_rows': False},
@@ -450,23 +418,24 @@ VARIANTS = (
             Field("m", "float32", per=1, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3'),
-        kernel_host=kernel_scalars_2,
+        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        host=host_scalars,
+        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
         matrix="first",
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
             Temp("one_over_denom", "tensor"),
         ),
         stages=(
-            Stage("adam_mini_float16_no_by_rows_small_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float16_no_by_rows_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("adam_mini_float16_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
+            Stage("adam_mini_float16_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
         ),
     ),
 )

@@ -13,7 +13,7 @@
 //     vmean_row  0 B  f32, one per row
 //                exact; every f32
 //   traffic   11.0938 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -238,18 +238,25 @@ struct adam_mini_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_vmean_row
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(row_sum_for_vmean_row_at + i, g * g);
         }
     }
@@ -275,11 +282,11 @@ struct adam_mini_float32_small_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_vmean_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        const F beta2(known.scalars[2]);
+        const F eps(known.scalars[3]);
+        const F grad_scale_times_grad_scale(known.scalars[4]);
+        const F one_minus_beta2(known.scalars[5]);
+        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
@@ -304,35 +311,26 @@ struct adam_mini_float32_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const F p = load(p_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             store(p_at + i, p_3);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -586,60 +584,27 @@ struct adam_mini_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 7, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_vmean_row
+        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {5, 7, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[1];  // float32 [row]  for row_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adam_mini_bfloat16_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, ROW, true, true, NONE, 0},  // vmean_row
-        {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_denom
-        {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict vmean_row_at = (float *)at[0];       // float32 [row]  read and written
-        float *__restrict one_over_denom_at = (float *)at[1];  // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict row_sum_for_vmean_row_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F row_sum_for_vmean_row = load(row_sum_for_vmean_row_at + i);
-            const F vmean_row = load(vmean_row_at + i);
-            // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-            const F vmean_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row);
-            // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-            const F denom = sqrt(vmean_row_2) / sqrt_one_minus_beta2_pow_t + eps;
-            store(vmean_row_at + i, vmean_row_2);
-            store(one_over_denom_at + i, 1.0f / denom);
+            const F g_stored = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F g_cast = g_stored;
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
+            store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
         }
     }
 };
@@ -653,27 +618,21 @@ struct adam_mini_bfloat16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // m
-        {6, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
+        {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        float *__restrict m_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -694,23 +653,19 @@ struct adam_mini_bfloat16_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -825,27 +780,21 @@ struct adam_mini_float16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // m
-        {6, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
+        {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        float *__restrict m_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -866,7 +815,6 @@ struct adam_mini_float16_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -879,11 +827,9 @@ struct adam_mini_float16_small_3 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -900,7 +846,6 @@ struct adam_mini_float16_small_3 {
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -1124,18 +1069,25 @@ struct adam_mini_float32_no_by_rows_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_vmean
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
+        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
             store(tensor_sum_for_vmean_at + i, g * g);
         }
     }
@@ -1160,11 +1112,11 @@ struct adam_mini_float32_no_by_rows_small_2 {
         float *__restrict one_over_denom_at = (float *)at[1];                    // float32 [tensor]  written
         const float *__restrict tensor_sum_for_vmean_at = (const float *)at[2];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        const F beta2(known.scalars[2]);
+        const F eps(known.scalars[3]);
+        const F grad_scale_times_grad_scale(known.scalars[4]);
+        const F one_minus_beta2(known.scalars[5]);
+        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
@@ -1189,36 +1141,27 @@ struct adam_mini_float32_no_by_rows_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict m_at = (float *)at[2];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const F p = load(p_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             store(p_at + i, p_3);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -1472,59 +1415,27 @@ struct adam_mini_bfloat16_no_by_rows_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_vmean
+        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // m
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, WHOLE, true, true, NONE, 0},  // vmean
-        {6, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_denom
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict vmean_at = (float *)at[0];                             // float32 [tensor]  read and written
-        float *__restrict one_over_denom_at = (float *)at[1];                    // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_vmean_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[4]);
+        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
+        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        const F beta1(known.scalars[0]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_vmean = load(tensor_sum_for_vmean_at + i);
-            const F vmean = load(vmean_at + i);
-            // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-            const F vmean_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean);
-            // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-            const F denom = sqrt(vmean_2) / sqrt_one_minus_beta2_pow_t + eps;
-            store(vmean_at + i, vmean_2);
-            store(one_over_denom_at + i, 1.0f / denom);
+            const F g_stored = Grad::load(g_at + i);
+            const F m = load(m_at + i);
+            const F g_cast = g_stored;
+            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            store(m_at + i, m_2);
+            store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
         }
     }
 };
@@ -1538,27 +1449,21 @@ struct adam_mini_bfloat16_no_by_rows_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // m
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        float *__restrict m_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1580,23 +1485,19 @@ struct adam_mini_bfloat16_no_by_rows_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -1712,27 +1613,21 @@ struct adam_mini_float16_no_by_rows_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // m
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        float *__restrict m_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[5]);
-        const F one_minus_lr_times_weight_decay(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_3(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1754,7 +1649,6 @@ struct adam_mini_float16_no_by_rows_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -1767,11 +1661,9 @@ struct adam_mini_float16_no_by_rows_small_3 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1788,7 +1680,6 @@ struct adam_mini_float16_no_by_rows_small_3 {
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
-            store(m_at + i, m_2);
         }
     }
 };
@@ -1818,7 +1709,7 @@ struct adam_mini_float32 {
 template <class Grad>
 struct adam_mini_float32_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1862,7 +1753,7 @@ struct adam_mini_bfloat16 {
 template <class Grad>
 struct adam_mini_bfloat16_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1876,7 +1767,7 @@ struct adam_mini_bfloat16_small {
     };
     static constexpr Stage STAGES[] = {
         stage<adam_mini_bfloat16_small_1<Grad>>(),
-        stage<adam_mini_bfloat16_small_2<Grad>>(),
+        stage<adam_mini_float32_2<Grad>>(),
         stage<adam_mini_bfloat16_small_3<Grad>>(),
     };
 };
@@ -1907,7 +1798,7 @@ struct adam_mini_float16 {
 template <class Grad>
 struct adam_mini_float16_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1921,7 +1812,7 @@ struct adam_mini_float16_small {
     };
     static constexpr Stage STAGES[] = {
         stage<adam_mini_bfloat16_small_1<Grad>>(),
-        stage<adam_mini_bfloat16_small_2<Grad>>(),
+        stage<adam_mini_float32_2<Grad>>(),
         stage<adam_mini_float16_small_3<Grad>>(),
     };
 };
@@ -1951,7 +1842,7 @@ struct adam_mini_float32_no_by_rows {
 template <class Grad>
 struct adam_mini_float32_no_by_rows_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1995,7 +1886,7 @@ struct adam_mini_bfloat16_no_by_rows {
 template <class Grad>
 struct adam_mini_bfloat16_no_by_rows_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2009,7 +1900,7 @@ struct adam_mini_bfloat16_no_by_rows_small {
     };
     static constexpr Stage STAGES[] = {
         stage<adam_mini_bfloat16_no_by_rows_small_1<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_small_2<Grad>>(),
+        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
         stage<adam_mini_bfloat16_no_by_rows_small_3<Grad>>(),
     };
 };
@@ -2040,7 +1931,7 @@ struct adam_mini_float16_no_by_rows {
 template <class Grad>
 struct adam_mini_float16_no_by_rows_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2054,7 +1945,7 @@ struct adam_mini_float16_no_by_rows_small {
     };
     static constexpr Stage STAGES[] = {
         stage<adam_mini_bfloat16_no_by_rows_small_1<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_small_2<Grad>>(),
+        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
         stage<adam_mini_float16_no_by_rows_small_3<Grad>>(),
     };
 };

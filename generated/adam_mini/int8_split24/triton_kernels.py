@@ -13,7 +13,7 @@
 #     vmean_row  0 B  f32, one per row
 #                exact; every f32
 #   traffic   11.0938 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -211,30 +211,44 @@ def adam_mini_float32_3_flat(
 
 
 @triton.jit
-def adam_mini_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def adam_mini_float32_small_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
+    m = get(m_ptr, at, live, MASKED)
+    # -- update  (specs/adam_mini.py)
+    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
+    put(m_ptr, at, m, live, MASKED)
     return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
+    walk_panels(
+        table, work, adam_mini_float32_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(20, 10, ((1, None),), matrices=7, sums=(("square", (6,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((1, None), (2, tl.float32)), matrices=7, sums=(("square", (6,), ()),)),
 ):
     """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
+    walk_any(
+        table, work, adam_mini_float32_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
@@ -261,57 +275,45 @@ def adam_mini_float32_small_2(
 
 @triton.jit
 def adam_mini_float32_small_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adam_mini.py)
-    p = one_minus_lr_times_weight_decay * p                     # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(m_ptr, at, m, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_float32_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        ROWS, ALIGNED,
+        table, work, adam_mini_float32_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(
-        20, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "row")), matrices=7,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(20, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "row")), matrices=7),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_float32_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES,
+        table, work, adam_mini_float32_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -485,57 +487,67 @@ def adam_mini_bfloat16_3_flat(
 
 
 @triton.jit
-def adam_mini_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def adam_mini_bfloat16_small_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
+    m = get(m_ptr, at, live, MASKED)
+    # -- update  (specs/adam_mini.py)
     g_cast = widened(g_stored)
+    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    # -- encode and store
+    put(m_ptr, at, m, live, MASKED)
     return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None), (3, tl.float32)), matrices=8, sums=(("square", (7,), ()),)),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
+    walk_panels(
+        table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None), (3, tl.float32)), matrices=8, sums=(("square", (7,), ()),)),
 ):
     """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
+    walk_any(
+        table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
 def adam_mini_bfloat16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, index, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    index = within(index, g_stored)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
-    g_cast = widened(g_stored)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
-    put(m_ptr, at, m, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -552,37 +564,33 @@ def adam_mini_bfloat16_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
-        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")),
-        matrices=8, counted=True, keys=("step", "stream"),
+        21, 11, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        counted=True, keys=("step", "stream"),
     ),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        ROWS, ALIGNED,
+        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
-        21, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")),
-        matrices=8, counted=True, keys=("step", "stream"),
+        21, 11, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        counted=True, keys=("step", "stream"),
     ),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES,
+        table, work, adam_mini_bfloat16_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -750,46 +758,59 @@ def adam_mini_float16_3_flat(
 
 
 @triton.jit
-def adam_mini_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def adam_mini_float16_small_1_tile(
+    g_ptr, m_ptr, at, live, beta1, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
+    m = get(m_ptr, at, live, MASKED)
+    # -- update  (specs/adam_mini.py)
     g_cast = g_stored.to(tl.float32)
+    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    # -- encode and store
+    put(m_ptr, at, m, live, MASKED)
     return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None), (3, tl.float32)), matrices=8, sums=(("square", (7,), ()),)),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
-    walk_panels(table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, ROWS, ALIGNED)
+    walk_panels(
+        table, work, adam_mini_float16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, ROWS, ALIGNED,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_1_flat(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    SWEEP: tl.constexpr = Panels(21, 11, ((1, None),), matrices=8, sums=(("square", (7,), ()),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
+    SWEEP: tl.constexpr = Panels(21, 11, ((1, None), (3, tl.float32)), matrices=8, sums=(("square", (7,), ()),)),
 ):
     """adam_mini: tiles of a tensor of any shape."""
-    walk_any(table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, TILES)
+    walk_any(
+        table, work, adam_mini_float16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES,
+    )
 
 
 @triton.jit
 def adam_mini_float16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, index, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    index = within(index, g_stored)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
@@ -801,13 +822,10 @@ def adam_mini_float16_small_3_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
-    g_cast = g_stored.to(tl.float32)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
-    put(m_ptr, at, m, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -833,37 +851,33 @@ def adam_mini_float16_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
-        21, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        21, 11, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
         counted=True, keys=("step", "stream"),
     ),
 ):
     """adam_mini: 64 rows of 1024 columns of a matrix."""
     walk_panels(
-        table, work, adam_mini_float16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        ROWS, ALIGNED,
+        table, work, adam_mini_float16_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_3_flat(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
-        21, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
+        21, 11, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "row")), matrices=8,
         counted=True, keys=("step", "stream"),
     ),
 ):
     """adam_mini: tiles of a tensor of any shape."""
     walk_any(
-        table, work, adam_mini_float16_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES,
+        table, work, adam_mini_float16_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -1018,14 +1032,15 @@ def adam_mini_float32_no_by_rows_3(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, adam_mini_float32_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1053,41 +1068,33 @@ def adam_mini_float32_no_by_rows_small_2(
 
 @triton.jit
 def adam_mini_float32_no_by_rows_small_3_tile(
-    p_ptr, g_ptr, m_ptr, one_over_denom_ptr, at, live, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-    MASKED: tl.constexpr,
+    p_ptr, m_ptr, one_over_denom_ptr, at, live, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adam_mini.py)
-    p = one_minus_lr_times_weight_decay * p                     # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    put(m_ptr, at, m, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(
-        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
-    ),
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((0, tl.float32), (2, tl.float32), (5, tl.float32, "one")), parts=2),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float32_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_float32_no_by_rows_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1230,40 +1237,36 @@ def adam_mini_bfloat16_no_by_rows_3(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (beta1,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adam_mini_bfloat16_no_by_rows_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, live, index, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, live, index, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
-    g_cast = widened(g_stored)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
-    put(m_ptr, at, m, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1280,20 +1283,18 @@ def adam_mini_bfloat16_no_by_rows_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        20, 11, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
         counted=True, keys=("step", "stream"),
     ),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_bfloat16_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_bfloat16_no_by_rows_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1430,28 +1431,27 @@ def adam_mini_float16_no_by_rows_3(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, adam_mini_float16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adam_mini_float16_no_by_rows_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, live, index, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, at, live, index, one_minus_lr_times_weight_decay,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    m = get(m_ptr, at, live, MASKED)
     one_over_denom = tl.load(one_over_denom_ptr)
+    m = get(m_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1464,13 +1464,10 @@ def adam_mini_float16_no_by_rows_small_3_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
-    g_cast = g_stored.to(tl.float32)
-    p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(tl.fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m)), one_over_denom, p)
-    m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
     # -- encode and store
-    put(m_ptr, at, m, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -1496,20 +1493,18 @@ def adam_mini_float16_no_by_rows_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_small_3(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
-        counted=True, keys=("step", "stream"),
+        20, 11, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2, counted=True,
+        keys=("step", "stream"),
     ),
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_float16_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_float16_no_by_rows_small_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -45,9 +46,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adamax_float32",
-        step="adamax_float32",
+        step="adamax",
         kernel="adamax_float32",
-        codec="adamax_float32",
         param="float32",
         small=False,
         flags={},
@@ -63,12 +63,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamax_bfloat16",
-        step="adamax_bfloat16",
+        step="adamax",
         kernel="adamax_bfloat16",
-        codec="adamax_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -84,12 +84,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamax_float16",
-        step="adamax_float16",
+        step="adamax",
         kernel="adamax_float16",
-        codec="adamax_float16",
         param="float16",
         small=False,
         flags={},
@@ -105,5 +105,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

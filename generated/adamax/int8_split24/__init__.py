@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -48,9 +49,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adamax_float32",
-        step="adamax_float32",
+        step="adamax",
         kernel="adamax_float32",
-        codec="adamax_float32",
         param="float32",
         small=False,
         flags={},
@@ -68,12 +68,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adamax_float32_small",
-        step="adamax_float32_small",
+        step="adamax",
         kernel="adamax_float32_small",
-        codec="adamax_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -89,12 +89,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamax_bfloat16",
-        step="adamax_bfloat16",
+        step="adamax",
         kernel="adamax_bfloat16",
-        codec="adamax_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -113,12 +113,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamax_bfloat16_small",
-        step="adamax_bfloat16_small",
+        step="adamax",
         kernel="adamax_bfloat16_small",
-        codec="adamax_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -135,12 +135,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adamax_float16",
-        step="adamax_float16",
+        step="adamax",
         kernel="adamax_float16",
-        codec="adamax_float16",
         param="float16",
         small=False,
         flags={},
@@ -159,12 +159,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamax_float16_small",
-        step="adamax_float16_small",
+        step="adamax",
         kernel="adamax_float16_small",
-        codec="adamax_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -181,5 +181,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

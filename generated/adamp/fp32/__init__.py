@@ -15,9 +15,10 @@
 #   traffic   32 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -131,9 +132,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
 VARIANTS = (
     Variant(
         function="adamp_float32",
-        step="adamp_float32",
+        step="adamp",
         kernel="adamp_float32",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -149,6 +149,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -181,9 +182,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16",
-        step="adamp_bfloat16",
+        step="adamp",
         kernel="adamp_bfloat16",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -199,6 +199,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -231,9 +232,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16",
-        step="adamp_float16",
+        step="adamp",
         kernel="adamp_float16",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -249,6 +249,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -281,9 +282,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_no_projected",
-        step="adamp_float32_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_float32_no_projected",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -299,12 +299,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamp_bfloat16_no_projected",
-        step="adamp_bfloat16_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_bfloat16_no_projected",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -320,12 +320,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamp_float16_no_projected",
-        step="adamp_float16_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_float16_no_projected",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -341,12 +341,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adamp_float32_nesterov",
-        step="adamp_float32_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_float32_nesterov",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -362,6 +362,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -394,9 +395,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16_nesterov",
-        step="adamp_bfloat16_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_bfloat16_nesterov",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -412,6 +412,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -444,9 +445,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16_nesterov",
-        step="adamp_float16_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_float16_nesterov",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -462,6 +462,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -494,9 +495,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_nesterov_no_projected",
-        step="adamp_float32_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float32_nesterov_no_projected",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -512,12 +512,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamp_bfloat16_nesterov_no_projected",
-        step="adamp_bfloat16_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_bfloat16_nesterov_no_projected",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -533,12 +533,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamp_float16_nesterov_no_projected",
-        step="adamp_float16_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float16_nesterov_no_projected",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -554,5 +554,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

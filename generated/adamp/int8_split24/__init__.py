@@ -19,9 +19,10 @@
 #   traffic   17.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -135,9 +136,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
 VARIANTS = (
     Variant(
         function="adamp_float32",
-        step="adamp_float32",
+        step="adamp",
         kernel="adamp_float32",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -155,6 +155,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),), early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -187,9 +188,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_small",
-        step="adamp_float32_small",
+        step="adamp",
         kernel="adamp_float32_small",
-        codec="adamp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -205,6 +205,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -237,9 +238,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16",
-        step="adamp_bfloat16",
+        step="adamp",
         kernel="adamp_bfloat16",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -258,6 +258,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -290,9 +291,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16_small",
-        step="adamp_bfloat16_small",
+        step="adamp",
         kernel="adamp_bfloat16_small",
-        codec="adamp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -309,6 +309,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -341,9 +342,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16",
-        step="adamp_float16",
+        step="adamp",
         kernel="adamp_float16",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -362,6 +362,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -394,9 +395,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16_small",
-        step="adamp_float16_small",
+        step="adamp",
         kernel="adamp_float16_small",
-        codec="adamp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -413,6 +413,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -445,9 +446,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_no_projected",
-        step="adamp_float32_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_float32_no_projected",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -465,12 +465,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adamp_float32_no_projected_small",
-        step="adamp_float32_no_projected_small",
+        step="adamp_no_projected",
         kernel="adamp_float32_no_projected_small",
-        codec="adamp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -486,12 +486,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamp_bfloat16_no_projected",
-        step="adamp_bfloat16_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_bfloat16_no_projected",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -510,12 +510,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamp_bfloat16_no_projected_small",
-        step="adamp_bfloat16_no_projected_small",
+        step="adamp_no_projected",
         kernel="adamp_bfloat16_no_projected_small",
-        codec="adamp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -532,12 +532,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adamp_float16_no_projected",
-        step="adamp_float16_no_projected",
+        step="adamp_no_projected",
         kernel="adamp_float16_no_projected",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -556,12 +556,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamp_float16_no_projected_small",
-        step="adamp_float16_no_projected_small",
+        step="adamp_no_projected",
         kernel="adamp_float16_no_projected_small",
-        codec="adamp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -578,12 +578,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adamp_float32_nesterov",
-        step="adamp_float32_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_float32_nesterov",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -601,6 +601,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -633,9 +634,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_nesterov_small",
-        step="adamp_float32_nesterov_small",
+        step="adamp_nesterov",
         kernel="adamp_float32_nesterov_small",
-        codec="adamp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -651,6 +651,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -683,9 +684,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16_nesterov",
-        step="adamp_bfloat16_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_bfloat16_nesterov",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -704,6 +704,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -736,9 +737,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_bfloat16_nesterov_small",
-        step="adamp_bfloat16_nesterov_small",
+        step="adamp_nesterov",
         kernel="adamp_bfloat16_nesterov_small",
-        codec="adamp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -755,6 +755,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -787,9 +788,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16_nesterov",
-        step="adamp_float16_nesterov",
+        step="adamp_nesterov",
         kernel="adamp_float16_nesterov",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -808,6 +808,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -840,9 +841,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float16_nesterov_small",
-        step="adamp_float16_nesterov_small",
+        step="adamp_nesterov",
         kernel="adamp_float16_nesterov_small",
-        codec="adamp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -859,6 +859,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -891,9 +892,8 @@ VARIANTS = (
     ),
     Variant(
         function="adamp_float32_nesterov_no_projected",
-        step="adamp_float32_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float32_nesterov_no_projected",
-        codec="adamp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -911,12 +911,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adamp_float32_nesterov_no_projected_small",
-        step="adamp_float32_nesterov_no_projected_small",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float32_nesterov_no_projected_small",
-        codec="adamp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -932,12 +932,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamp_bfloat16_nesterov_no_projected",
-        step="adamp_bfloat16_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_bfloat16_nesterov_no_projected",
-        codec="adamp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -956,12 +956,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamp_bfloat16_nesterov_no_projected_small",
-        step="adamp_bfloat16_nesterov_no_projected_small",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_bfloat16_nesterov_no_projected_small",
-        codec="adamp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -978,12 +978,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adamp_float16_nesterov_no_projected",
-        step="adamp_float16_nesterov_no_projected",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float16_nesterov_no_projected",
-        codec="adamp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -1002,12 +1002,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adamp_float16_nesterov_no_projected_small",
-        step="adamp_float16_nesterov_no_projected_small",
+        step="adamp_nesterov_no_projected",
         kernel="adamp_float16_nesterov_no_projected_small",
-        codec="adamp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -1024,5 +1024,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

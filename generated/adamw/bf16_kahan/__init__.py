@@ -15,9 +15,10 @@
 #   traffic   18 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.bf16_kahan.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -87,9 +88,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 VARIANTS = (
     Variant(
         function="adamw_float32",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -105,12 +105,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_bfloat16",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -127,12 +127,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float16",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -149,12 +149,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float32_decouple_lr",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -170,12 +170,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_bfloat16_decouple_lr",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -192,12 +192,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float16_decouple_lr",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -214,12 +214,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float32_amsgrad",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -236,12 +236,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -259,12 +259,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float16_amsgrad",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -282,12 +282,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float32_amsgrad_decouple_lr",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -304,12 +304,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad_decouple_lr",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -327,12 +327,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
     Variant(
         function="adamw_float16_amsgrad_decouple_lr",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -350,5 +350,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'signed', 'max_exp_avg_sq': 'signed'}, noise={'exp_avg': (0, 16), 'exp_avg_sq': (0, 0)}, words=((16777472, (), False),)),
     ),
 )

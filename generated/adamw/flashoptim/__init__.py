@@ -17,9 +17,10 @@
 #   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.flashoptim.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
@@ -246,9 +247,8 @@ def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 VARIANTS = (
     Variant(
         function="adamw_float32",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -266,12 +266,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_bfloat16",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -290,12 +290,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float16",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -314,12 +314,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float32_decouple_lr",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -337,12 +337,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_bfloat16_decouple_lr",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -361,12 +361,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float16_decouple_lr",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -385,12 +385,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float32_amsgrad",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -410,12 +410,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -436,12 +436,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float16_amsgrad",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -462,12 +462,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float32_amsgrad_decouple_lr",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -487,12 +487,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad_decouple_lr",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -513,12 +513,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
     Variant(
         function="adamw_float16_amsgrad_decouple_lr",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -539,5 +539,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   28 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32_master.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -94,9 +95,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 VARIANTS = (
     Variant(
         function="adamw_float32",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -112,12 +112,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamw_bfloat16",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -134,12 +134,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamw_float16",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -156,12 +156,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adamw_float32_decouple_lr",
-        step="adamw_float32",
+        step="adamw",
         kernel="adamw_float32",
-        codec="adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -177,12 +177,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamw_bfloat16_decouple_lr",
-        step="adamw_bfloat16",
+        step="adamw",
         kernel="adamw_bfloat16",
-        codec="adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -199,12 +199,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamw_float16_decouple_lr",
-        step="adamw_float16",
+        step="adamw",
         kernel="adamw_float16",
-        codec="adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -221,12 +221,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adamw_float32_amsgrad",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -243,12 +243,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -266,12 +266,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamw_float16_amsgrad",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -289,12 +289,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adamw_float32_amsgrad_decouple_lr",
-        step="adamw_float32_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float32_amsgrad",
-        codec="adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -311,12 +311,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adamw_bfloat16_amsgrad_decouple_lr",
-        step="adamw_bfloat16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_bfloat16_amsgrad",
-        codec="adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -334,12 +334,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adamw_float16_amsgrad_decouple_lr",
-        step="adamw_float16_amsgrad",
+        step="adamw_amsgrad",
         kernel="adamw_float16_amsgrad",
-        codec="adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -357,5 +357,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -19,9 +19,10 @@
 #   traffic   38 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -70,9 +71,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adan_float32",
-        step="adan_float32",
+        step="adan",
         kernel="adan_float32",
-        codec="adan_float32",
         param="float32",
         small=False,
         flags={},
@@ -90,12 +90,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adan_bfloat16",
-        step="adan_bfloat16",
+        step="adan",
         kernel="adan_bfloat16",
-        codec="adan_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -113,12 +113,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adan_float16",
-        step="adan_float16",
+        step="adan",
         kernel="adan_float16",
-        codec="adan_float16",
         param="float16",
         small=False,
         flags={},
@@ -136,5 +136,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

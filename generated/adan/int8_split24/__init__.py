@@ -22,9 +22,10 @@
 #   traffic   16.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -94,9 +95,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adan_float32",
-        step="adan_float32",
+        step="adan",
         kernel="adan_float32",
-        codec="adan_float32",
         param="float32",
         small=False,
         flags={},
@@ -118,12 +118,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
     ),
     Variant(
         function="adan_float32_small",
-        step="adan_float32_small",
+        step="adan",
         kernel="adan_float32_small",
-        codec="adan_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -141,12 +141,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adan_bfloat16",
-        step="adan_bfloat16",
+        step="adan",
         kernel="adan_bfloat16",
-        codec="adan_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -169,12 +169,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
     ),
     Variant(
         function="adan_bfloat16_small",
-        step="adan_bfloat16_small",
+        step="adan",
         kernel="adan_bfloat16_small",
-        codec="adan_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -193,12 +193,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adan_float16",
-        step="adan_float16",
+        step="adan",
         kernel="adan_float16",
-        codec="adan_float16",
         param="float16",
         small=False,
         flags={},
@@ -221,12 +221,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
     ),
     Variant(
         function="adan_float16_small",
-        step="adan_float16_small",
+        step="adan",
         kernel="adan_float16_small",
-        codec="adan_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -245,5 +245,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -17,9 +17,10 @@
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -86,9 +87,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
 VARIANTS = (
     Variant(
         function="ademamix_float32",
-        step="ademamix_float32",
+        step="ademamix",
         kernel="ademamix_float32",
-        codec="ademamix_float32",
         param="float32",
         small=False,
         flags={},
@@ -105,12 +105,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="ademamix_bfloat16",
-        step="ademamix_bfloat16",
+        step="ademamix",
         kernel="ademamix_bfloat16",
-        codec="ademamix_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -127,12 +127,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="ademamix_float16",
-        step="ademamix_float16",
+        step="ademamix",
         kernel="ademamix_float16",
-        codec="ademamix_float16",
         param="float16",
         small=False,
         flags={},
@@ -149,5 +149,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

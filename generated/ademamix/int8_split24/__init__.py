@@ -21,9 +21,10 @@
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -121,9 +122,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_
 VARIANTS = (
     Variant(
         function="ademamix_float32",
-        step="ademamix_float32",
+        step="ademamix",
         kernel="ademamix_float32",
-        codec="ademamix_float32",
         param="float32",
         small=False,
         flags={},
@@ -143,12 +143,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
     ),
     Variant(
         function="ademamix_float32_small",
-        step="ademamix_float32_small",
+        step="ademamix",
         kernel="ademamix_float32_small",
-        codec="ademamix_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -165,12 +165,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="ademamix_bfloat16",
-        step="ademamix_bfloat16",
+        step="ademamix",
         kernel="ademamix_bfloat16",
-        codec="ademamix_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -191,12 +191,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
     ),
     Variant(
         function="ademamix_bfloat16_small",
-        step="ademamix_bfloat16_small",
+        step="ademamix",
         kernel="ademamix_bfloat16_small",
-        codec="ademamix_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -214,12 +214,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="ademamix_float16",
-        step="ademamix_float16",
+        step="ademamix",
         kernel="ademamix_float16",
-        codec="ademamix_float16",
         param="float16",
         small=False,
         flags={},
@@ -240,12 +240,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
     ),
     Variant(
         function="ademamix_float16_small",
-        step="ademamix_float16_small",
+        step="ademamix",
         kernel="ademamix_float16_small",
-        codec="ademamix_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -263,5 +263,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

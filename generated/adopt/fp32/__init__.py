@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, power
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -88,9 +89,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adopt_float32",
-        step="adopt_float32",
+        step="adopt",
         kernel="adopt_float32",
-        codec="adopt_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -106,12 +106,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adopt_bfloat16",
-        step="adopt_bfloat16",
+        step="adopt",
         kernel="adopt_bfloat16",
-        codec="adopt_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -127,12 +127,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adopt_float16",
-        step="adopt_float16",
+        step="adopt",
         kernel="adopt_float16",
-        codec="adopt_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -148,12 +148,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="adopt_float32_decoupled_weight_decay",
-        step="adopt_float32_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float32_decoupled_weight_decay",
-        codec="adopt_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -169,12 +169,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adopt_bfloat16_decoupled_weight_decay",
-        step="adopt_bfloat16_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_bfloat16_decoupled_weight_decay",
-        codec="adopt_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -190,12 +190,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="adopt_float16_decoupled_weight_decay",
-        step="adopt_float16_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float16_decoupled_weight_decay",
-        codec="adopt_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -211,5 +211,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

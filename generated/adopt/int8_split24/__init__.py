@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, power
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -123,9 +124,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="adopt_float32",
-        step="adopt_float32",
+        step="adopt",
         kernel="adopt_float32",
-        codec="adopt_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -143,12 +143,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adopt_float32_small",
-        step="adopt_float32_small",
+        step="adopt",
         kernel="adopt_float32_small",
-        codec="adopt_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -164,12 +164,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adopt_bfloat16",
-        step="adopt_bfloat16",
+        step="adopt",
         kernel="adopt_bfloat16",
-        codec="adopt_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -188,12 +188,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adopt_bfloat16_small",
-        step="adopt_bfloat16_small",
+        step="adopt",
         kernel="adopt_bfloat16_small",
-        codec="adopt_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -210,12 +210,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adopt_float16",
-        step="adopt_float16",
+        step="adopt",
         kernel="adopt_float16",
-        codec="adopt_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -234,12 +234,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adopt_float16_small",
-        step="adopt_float16_small",
+        step="adopt",
         kernel="adopt_float16_small",
-        codec="adopt_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -256,12 +256,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adopt_float32_decoupled_weight_decay",
-        step="adopt_float32_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float32_decoupled_weight_decay",
-        codec="adopt_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -279,12 +279,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="adopt_float32_decoupled_weight_decay_small",
-        step="adopt_float32_decoupled_weight_decay_small",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float32_decoupled_weight_decay_small",
-        codec="adopt_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -300,12 +300,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="adopt_bfloat16_decoupled_weight_decay",
-        step="adopt_bfloat16_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_bfloat16_decoupled_weight_decay",
-        codec="adopt_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -324,12 +324,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adopt_bfloat16_decoupled_weight_decay_small",
-        step="adopt_bfloat16_decoupled_weight_decay_small",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_bfloat16_decoupled_weight_decay_small",
-        codec="adopt_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -346,12 +346,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="adopt_float16_decoupled_weight_decay",
-        step="adopt_float16_decoupled_weight_decay",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float16_decoupled_weight_decay",
-        codec="adopt_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -370,12 +370,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="adopt_float16_decoupled_weight_decay_small",
-        step="adopt_float16_decoupled_weight_decay_small",
+        step="adopt_decoupled_weight_decay",
         kernel="adopt_float16_decoupled_weight_decay_small",
-        codec="adopt_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -392,5 +392,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -21,8 +21,9 @@
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -88,9 +89,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight
 VARIANTS = (
     Variant(
         function="came_float32",
-        step="came_float32",
+        step="came",
         kernel="came_float32",
-        codec="came_float32",
         param="float32",
         small=False,
         flags={'factored': True},
@@ -109,6 +109,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -147,9 +148,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16",
-        step="came_bfloat16",
+        step="came",
         kernel="came_bfloat16",
-        codec="came_bfloat16",
         param="bfloat16",
         small=False,
         flags={'factored': True},
@@ -168,6 +168,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -206,9 +207,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16",
-        step="came_float16",
+        step="came",
         kernel="came_float16",
-        codec="came_float16",
         param="float16",
         small=False,
         flags={'factored': True},
@@ -227,6 +227,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -265,9 +266,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float32_no_factored",
-        step="came_float32_no_factored",
+        step="came_no_factored",
         kernel="came_float32_no_factored",
-        codec="came_float32_no_factored",
         param="float32",
         small=False,
         flags={'factored': False},
@@ -283,6 +283,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -295,9 +296,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16_no_factored",
-        step="came_bfloat16_no_factored",
+        step="came_no_factored",
         kernel="came_bfloat16_no_factored",
-        codec="came_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'factored': False},
@@ -313,6 +313,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -325,9 +326,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16_no_factored",
-        step="came_float16_no_factored",
+        step="came_no_factored",
         kernel="came_float16_no_factored",
-        codec="came_float16_no_factored",
         param="float16",
         small=False,
         flags={'factored': False},
@@ -343,6 +343,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),

@@ -21,8 +21,9 @@
 #   traffic   15.0938 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -103,9 +104,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, eps, clip_threshold, betas, weight
 VARIANTS = (
     Variant(
         function="came_float32",
-        step="came_float32",
+        step="came",
         kernel="came_float32",
-        codec="came_float32",
         param="float32",
         small=False,
         flags={'factored': True},
@@ -125,6 +125,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),), early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -163,9 +164,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float32_small",
-        step="came_float32_small",
+        step="came",
         kernel="came_float32_small",
-        codec="came_float32_small",
         param="float32",
         small=True,
         flags={'factored': True},
@@ -184,6 +184,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -222,9 +223,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16",
-        step="came_bfloat16",
+        step="came",
         kernel="came_bfloat16",
-        codec="came_bfloat16",
         param="bfloat16",
         small=False,
         flags={'factored': True},
@@ -245,6 +245,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -283,9 +284,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16_small",
-        step="came_bfloat16_small",
+        step="came",
         kernel="came_bfloat16_small",
-        codec="came_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'factored': True},
@@ -305,6 +305,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -343,9 +344,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16",
-        step="came_float16",
+        step="came",
         kernel="came_float16",
-        codec="came_float16",
         param="float16",
         small=False,
         flags={'factored': True},
@@ -366,6 +366,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -404,9 +405,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16_small",
-        step="came_float16_small",
+        step="came",
         kernel="came_float16_small",
-        codec="came_float16_small",
         param="float16",
         small=True,
         flags={'factored': True},
@@ -426,6 +426,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg',)),
         temps=(
             Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
@@ -464,9 +465,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float32_no_factored",
-        step="came_float32_no_factored",
+        step="came_no_factored",
         kernel="came_float32_no_factored",
-        codec="came_float32_no_factored",
         param="float32",
         small=False,
         flags={'factored': False},
@@ -484,6 +484,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -496,9 +497,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float32_no_factored_small",
-        step="came_float32_no_factored_small",
+        step="came_no_factored",
         kernel="came_float32_no_factored_small",
-        codec="came_float32_no_factored_small",
         param="float32",
         small=True,
         flags={'factored': False},
@@ -514,6 +514,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -526,9 +527,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16_no_factored",
-        step="came_bfloat16_no_factored",
+        step="came_no_factored",
         kernel="came_bfloat16_no_factored",
-        codec="came_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'factored': False},
@@ -547,6 +547,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -559,9 +560,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_bfloat16_no_factored_small",
-        step="came_bfloat16_no_factored_small",
+        step="came_no_factored",
         kernel="came_bfloat16_no_factored_small",
-        codec="came_bfloat16_no_factored_small",
         param="bfloat16",
         small=True,
         flags={'factored': False},
@@ -578,6 +578,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -590,9 +591,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16_no_factored",
-        step="came_float16_no_factored",
+        step="came_no_factored",
         kernel="came_float16_no_factored",
-        codec="came_float16_no_factored",
         param="float16",
         small=False,
         flags={'factored': False},
@@ -611,6 +611,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
@@ -623,9 +624,8 @@ VARIANTS = (
     ),
     Variant(
         function="came_float16_no_factored_small",
-        step="came_float16_no_factored_small",
+        step="came_no_factored",
         kernel="came_float16_no_factored_small",
-        codec="came_float16_no_factored_small",
         param="float16",
         small=True,
         flags={'factored': False},
@@ -642,6 +642,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),

@@ -15,9 +15,10 @@
 #   traffic   28 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -55,9 +56,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="cautious_adamw_float32",
-        step="cautious_adamw_float32",
+        step="cautious_adamw",
         kernel="cautious_adamw_float32",
-        codec="cautious_adamw_float32",
         param="float32",
         small=False,
         flags={},
@@ -73,6 +73,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -85,9 +86,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_bfloat16",
-        step="cautious_adamw_bfloat16",
+        step="cautious_adamw",
         kernel="cautious_adamw_bfloat16",
-        codec="cautious_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -103,6 +103,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -115,9 +116,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_float16",
-        step="cautious_adamw_float16",
+        step="cautious_adamw",
         kernel="cautious_adamw_float16",
-        codec="cautious_adamw_float16",
         param="float16",
         small=False,
         flags={},
@@ -133,6 +133,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),

@@ -19,9 +19,10 @@
 #   traffic   16.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -59,9 +60,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="cautious_adamw_float32",
-        step="cautious_adamw_float32",
+        step="cautious_adamw",
         kernel="cautious_adamw_float32",
-        codec="cautious_adamw_float32",
         param="float32",
         small=False,
         flags={},
@@ -79,6 +79,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -91,9 +92,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_float32_small",
-        step="cautious_adamw_float32_small",
+        step="cautious_adamw",
         kernel="cautious_adamw_float32_small",
-        codec="cautious_adamw_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -109,6 +109,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -121,9 +122,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_bfloat16",
-        step="cautious_adamw_bfloat16",
+        step="cautious_adamw",
         kernel="cautious_adamw_bfloat16",
-        codec="cautious_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -142,6 +142,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -154,9 +155,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_bfloat16_small",
-        step="cautious_adamw_bfloat16_small",
+        step="cautious_adamw",
         kernel="cautious_adamw_bfloat16_small",
-        codec="cautious_adamw_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -173,6 +173,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -185,9 +186,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_float16",
-        step="cautious_adamw_float16",
+        step="cautious_adamw",
         kernel="cautious_adamw_float16",
-        codec="cautious_adamw_float16",
         param="float16",
         small=False,
         flags={},
@@ -206,6 +206,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -218,9 +219,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_adamw_float16_small",
-        step="cautious_adamw_float16_small",
+        step="cautious_adamw",
         kernel="cautious_adamw_float16_small",
-        codec="cautious_adamw_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -237,6 +237,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),

@@ -13,8 +13,9 @@
 #   traffic   20 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -42,9 +43,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 VARIANTS = (
     Variant(
         function="cautious_lion_float32",
-        step="cautious_lion_float32",
+        step="cautious_lion",
         kernel="cautious_lion_float32",
-        codec="cautious_lion_float32",
         param="float32",
         small=False,
         flags={},
@@ -59,6 +59,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -71,9 +72,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_bfloat16",
-        step="cautious_lion_bfloat16",
+        step="cautious_lion",
         kernel="cautious_lion_bfloat16",
-        codec="cautious_lion_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -88,6 +88,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -100,9 +101,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_float16",
-        step="cautious_lion_float16",
+        step="cautious_lion",
         kernel="cautious_lion_float16",
-        codec="cautious_lion_float16",
         param="float16",
         small=False,
         flags={},
@@ -117,6 +117,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),

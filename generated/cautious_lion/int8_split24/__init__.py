@@ -13,8 +13,9 @@
 #   traffic   13.0938 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -42,9 +43,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 VARIANTS = (
     Variant(
         function="cautious_lion_float32",
-        step="cautious_lion_float32",
+        step="cautious_lion",
         kernel="cautious_lion_float32",
-        codec="cautious_lion_float32",
         param="float32",
         small=False,
         flags={},
@@ -60,6 +60,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -72,9 +73,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_float32_small",
-        step="cautious_lion_float32_small",
+        step="cautious_lion",
         kernel="cautious_lion_float32_small",
-        codec="cautious_lion_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -89,6 +89,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -101,9 +102,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_bfloat16",
-        step="cautious_lion_bfloat16",
+        step="cautious_lion",
         kernel="cautious_lion_bfloat16",
-        codec="cautious_lion_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -120,6 +120,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -132,9 +133,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_bfloat16_small",
-        step="cautious_lion_bfloat16_small",
+        step="cautious_lion",
         kernel="cautious_lion_bfloat16_small",
-        codec="cautious_lion_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -150,6 +150,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -162,9 +163,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_float16",
-        step="cautious_lion_float16",
+        step="cautious_lion",
         kernel="cautious_lion_float16",
-        codec="cautious_lion_float16",
         param="float16",
         small=False,
         flags={},
@@ -181,6 +181,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),
@@ -193,9 +194,8 @@ VARIANTS = (
     ),
     Variant(
         function="cautious_lion_float16_small",
-        step="cautious_lion_float16_small",
+        step="cautious_lion",
         kernel="cautious_lion_float16_small",
-        codec="cautious_lion_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -211,6 +211,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
             Temp("tensor_div", "tensor"),

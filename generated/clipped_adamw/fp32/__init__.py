@@ -15,9 +15,10 @@
 #   traffic   24 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -97,9 +98,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
 VARIANTS = (
     Variant(
         function="clipped_adamw_float32",
-        step="clipped_adamw_float32",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32",
-        codec="clipped_adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -115,6 +115,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -129,9 +130,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16",
-        step="clipped_adamw_bfloat16",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16",
-        codec="clipped_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -147,6 +147,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -161,9 +162,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16",
-        step="clipped_adamw_float16",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16",
-        codec="clipped_adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -179,6 +179,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -193,9 +194,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_decouple_lr",
-        step="clipped_adamw_float32",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32",
-        codec="clipped_adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -211,6 +211,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -225,9 +226,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_decouple_lr",
-        step="clipped_adamw_bfloat16",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16",
-        codec="clipped_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -243,6 +243,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -257,9 +258,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_decouple_lr",
-        step="clipped_adamw_float16",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16",
-        codec="clipped_adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -275,6 +275,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -289,9 +290,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad",
-        step="clipped_adamw_float32_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad",
-        codec="clipped_adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -308,6 +308,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -322,9 +323,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad",
-        step="clipped_adamw_bfloat16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad",
-        codec="clipped_adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -341,6 +341,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -355,9 +356,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad",
-        step="clipped_adamw_float16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad",
-        codec="clipped_adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -374,6 +374,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -388,9 +389,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad_decouple_lr",
-        step="clipped_adamw_float32_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad",
-        codec="clipped_adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -407,6 +407,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -421,9 +422,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad_decouple_lr",
-        step="clipped_adamw_bfloat16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad",
-        codec="clipped_adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -440,6 +440,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -454,9 +455,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad_decouple_lr",
-        step="clipped_adamw_float16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad",
-        codec="clipped_adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -473,6 +473,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),

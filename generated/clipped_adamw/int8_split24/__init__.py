@@ -19,9 +19,10 @@
 #   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -139,9 +140,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
 VARIANTS = (
     Variant(
         function="clipped_adamw_float32",
-        step="clipped_adamw_float32",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32",
-        codec="clipped_adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -159,6 +159,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -173,9 +174,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_small",
-        step="clipped_adamw_float32_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32_small",
-        codec="clipped_adamw_float32_small",
         param="float32",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -191,6 +191,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -205,9 +206,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16",
-        step="clipped_adamw_bfloat16",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16",
-        codec="clipped_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -226,6 +226,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -240,9 +241,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_small",
-        step="clipped_adamw_bfloat16_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16_small",
-        codec="clipped_adamw_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -259,6 +259,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -273,9 +274,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16",
-        step="clipped_adamw_float16",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16",
-        codec="clipped_adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -294,6 +294,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -308,9 +309,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_small",
-        step="clipped_adamw_float16_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16_small",
-        codec="clipped_adamw_float16_small",
         param="float16",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': False},
@@ -327,6 +327,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -341,9 +342,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_decouple_lr",
-        step="clipped_adamw_float32",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32",
-        codec="clipped_adamw_float32",
         param="float32",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -361,6 +361,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -375,9 +376,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_decouple_lr_small",
-        step="clipped_adamw_float32_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_float32_small",
-        codec="clipped_adamw_float32_small",
         param="float32",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -393,6 +393,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -407,9 +408,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_decouple_lr",
-        step="clipped_adamw_bfloat16",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16",
-        codec="clipped_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -428,6 +428,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -442,9 +443,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_decouple_lr_small",
-        step="clipped_adamw_bfloat16_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_bfloat16_small",
-        codec="clipped_adamw_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -461,6 +461,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -475,9 +476,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_decouple_lr",
-        step="clipped_adamw_float16",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16",
-        codec="clipped_adamw_float16",
         param="float16",
         small=False,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -496,6 +496,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -510,9 +511,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_decouple_lr_small",
-        step="clipped_adamw_float16_small",
+        step="clipped_adamw",
         kernel="clipped_adamw_float16_small",
-        codec="clipped_adamw_float16_small",
         param="float16",
         small=True,
         flags={'amsgrad': False, 'decouple_lr': True},
@@ -529,6 +529,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -543,9 +544,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad",
-        step="clipped_adamw_float32_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad",
-        codec="clipped_adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -565,6 +565,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -579,9 +580,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad_small",
-        step="clipped_adamw_float32_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad_small",
-        codec="clipped_adamw_float32_amsgrad_small",
         param="float32",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -598,6 +598,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -612,9 +613,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad",
-        step="clipped_adamw_bfloat16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad",
-        codec="clipped_adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -635,6 +635,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -649,9 +650,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad_small",
-        step="clipped_adamw_bfloat16_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad_small",
-        codec="clipped_adamw_bfloat16_amsgrad_small",
         param="bfloat16",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -669,6 +669,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -683,9 +684,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad",
-        step="clipped_adamw_float16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad",
-        codec="clipped_adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -706,6 +706,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -720,9 +721,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad_small",
-        step="clipped_adamw_float16_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad_small",
-        codec="clipped_adamw_float16_amsgrad_small",
         param="float16",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': False},
@@ -740,6 +740,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -754,9 +755,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad_decouple_lr",
-        step="clipped_adamw_float32_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad",
-        codec="clipped_adamw_float32_amsgrad",
         param="float32",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -776,6 +776,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -790,9 +791,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float32_amsgrad_decouple_lr_small",
-        step="clipped_adamw_float32_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float32_amsgrad_small",
-        codec="clipped_adamw_float32_amsgrad_small",
         param="float32",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -809,6 +809,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -823,9 +824,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad_decouple_lr",
-        step="clipped_adamw_bfloat16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad",
-        codec="clipped_adamw_bfloat16_amsgrad",
         param="bfloat16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -846,6 +846,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -860,9 +861,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_bfloat16_amsgrad_decouple_lr_small",
-        step="clipped_adamw_bfloat16_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_bfloat16_amsgrad_small",
-        codec="clipped_adamw_bfloat16_amsgrad_small",
         param="bfloat16",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -880,6 +880,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -894,9 +895,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad_decouple_lr",
-        step="clipped_adamw_float16_amsgrad",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad",
-        codec="clipped_adamw_float16_amsgrad",
         param="float16",
         small=False,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -917,6 +917,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
@@ -931,9 +932,8 @@ VARIANTS = (
     ),
     Variant(
         function="clipped_adamw_float16_amsgrad_decouple_lr_small",
-        step="clipped_adamw_float16_amsgrad_small",
+        step="clipped_adamw_amsgrad",
         kernel="clipped_adamw_float16_amsgrad_small",
-        codec="clipped_adamw_float16_amsgrad_small",
         param="float16",
         small=True,
         flags={'amsgrad': True, 'decouple_lr': True},
@@ -951,6 +951,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),

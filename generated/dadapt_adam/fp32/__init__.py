@@ -21,9 +21,10 @@
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -140,9 +141,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
 VARIANTS = (
     Variant(
         function="dadapt_adam_float32",
-        step="dadapt_adam_float32",
+        step="dadapt_adam",
         kernel="dadapt_adam_float32",
-        codec="dadapt_adam_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False},
@@ -161,6 +161,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -179,9 +180,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16",
-        step="dadapt_adam_bfloat16",
+        step="dadapt_adam",
         kernel="dadapt_adam_bfloat16",
-        codec="dadapt_adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False},
@@ -200,6 +200,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -218,9 +219,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16",
-        step="dadapt_adam_float16",
+        step="dadapt_adam",
         kernel="dadapt_adam_float16",
-        codec="dadapt_adam_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False},
@@ -239,6 +239,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -257,9 +258,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float32_use_bias_correction",
-        step="dadapt_adam_float32_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float32_use_bias_correction",
-        codec="dadapt_adam_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True},
@@ -278,6 +278,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -296,9 +297,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16_use_bias_correction",
-        step="dadapt_adam_bfloat16_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_bfloat16_use_bias_correction",
-        codec="dadapt_adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True},
@@ -317,6 +317,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -335,9 +336,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16_use_bias_correction",
-        step="dadapt_adam_float16_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float16_use_bias_correction",
-        codec="dadapt_adam_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True},
@@ -356,6 +356,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),

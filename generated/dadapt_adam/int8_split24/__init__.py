@@ -25,9 +25,10 @@
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -144,9 +145,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
 VARIANTS = (
     Variant(
         function="dadapt_adam_float32",
-        step="dadapt_adam_float32",
+        step="dadapt_adam",
         kernel="dadapt_adam_float32",
-        codec="dadapt_adam_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False},
@@ -168,6 +168,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -186,9 +187,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float32_small",
-        step="dadapt_adam_float32_small",
+        step="dadapt_adam",
         kernel="dadapt_adam_float32_small",
-        codec="dadapt_adam_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': False},
@@ -207,6 +207,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -225,9 +226,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16",
-        step="dadapt_adam_bfloat16",
+        step="dadapt_adam",
         kernel="dadapt_adam_bfloat16",
-        codec="dadapt_adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False},
@@ -250,6 +250,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -268,9 +269,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16_small",
-        step="dadapt_adam_bfloat16_small",
+        step="dadapt_adam",
         kernel="dadapt_adam_bfloat16_small",
-        codec="dadapt_adam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': False},
@@ -290,6 +290,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -308,9 +309,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16",
-        step="dadapt_adam_float16",
+        step="dadapt_adam",
         kernel="dadapt_adam_float16",
-        codec="dadapt_adam_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False},
@@ -333,6 +333,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -351,9 +352,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16_small",
-        step="dadapt_adam_float16_small",
+        step="dadapt_adam",
         kernel="dadapt_adam_float16_small",
-        codec="dadapt_adam_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': False},
@@ -373,6 +373,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -391,9 +392,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float32_use_bias_correction",
-        step="dadapt_adam_float32_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float32_use_bias_correction",
-        codec="dadapt_adam_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True},
@@ -415,6 +415,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -433,9 +434,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float32_use_bias_correction_small",
-        step="dadapt_adam_float32_use_bias_correction_small",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float32_use_bias_correction_small",
-        codec="dadapt_adam_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': True},
@@ -454,6 +454,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -472,9 +473,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16_use_bias_correction",
-        step="dadapt_adam_bfloat16_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_bfloat16_use_bias_correction",
-        codec="dadapt_adam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True},
@@ -497,6 +497,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -515,9 +516,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_bfloat16_use_bias_correction_small",
-        step="dadapt_adam_bfloat16_use_bias_correction_small",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_bfloat16_use_bias_correction_small",
-        codec="dadapt_adam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': True},
@@ -537,6 +537,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -555,9 +556,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16_use_bias_correction",
-        step="dadapt_adam_float16_use_bias_correction",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float16_use_bias_correction",
-        codec="dadapt_adam_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True},
@@ -580,6 +580,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
@@ -598,9 +599,8 @@ VARIANTS = (
     ),
     Variant(
         function="dadapt_adam_float16_use_bias_correction_small",
-        step="dadapt_adam_float16_use_bias_correction_small",
+        step="dadapt_adam_use_bias_correction",
         kernel="dadapt_adam_float16_use_bias_correction_small",
-        codec="dadapt_adam_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': True},
@@ -620,6 +620,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'d': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),

@@ -11,9 +11,10 @@
 #   traffic   10 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import divide, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -33,9 +34,8 @@ def kernel_scalars(step, grad_scale, *, lr):
 VARIANTS = (
     Variant(
         function="fromage_float32",
-        step="fromage_float32",
+        step="fromage",
         kernel="fromage_float32",
-        codec="fromage_float32",
         param="float32",
         small=False,
         flags={},
@@ -49,6 +49,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
@@ -63,9 +64,8 @@ VARIANTS = (
     ),
     Variant(
         function="fromage_bfloat16",
-        step="fromage_bfloat16",
+        step="fromage",
         kernel="fromage_bfloat16",
-        codec="fromage_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -79,6 +79,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
@@ -93,9 +94,8 @@ VARIANTS = (
     ),
     Variant(
         function="fromage_float16",
-        step="fromage_float16",
+        step="fromage",
         kernel="fromage_float16",
-        codec="fromage_float16",
         param="float16",
         small=False,
         flags={},
@@ -109,6 +109,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),

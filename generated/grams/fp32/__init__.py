@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -55,9 +56,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="grams_float32",
-        step="grams_float32",
+        step="grams",
         kernel="grams_float32",
-        codec="grams_float32",
         param="float32",
         small=False,
         flags={},
@@ -73,12 +73,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="grams_bfloat16",
-        step="grams_bfloat16",
+        step="grams",
         kernel="grams_bfloat16",
-        codec="grams_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -94,12 +94,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="grams_float16",
-        step="grams_float16",
+        step="grams",
         kernel="grams_float16",
-        codec="grams_float16",
         param="float16",
         small=False,
         flags={},
@@ -115,5 +115,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -19,9 +19,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -59,9 +60,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="grams_float32",
-        step="grams_float32",
+        step="grams",
         kernel="grams_float32",
-        codec="grams_float32",
         param="float32",
         small=False,
         flags={},
@@ -79,12 +79,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="grams_float32_small",
-        step="grams_float32_small",
+        step="grams",
         kernel="grams_float32_small",
-        codec="grams_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -100,12 +100,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="grams_bfloat16",
-        step="grams_bfloat16",
+        step="grams",
         kernel="grams_bfloat16",
-        codec="grams_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -124,12 +124,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="grams_bfloat16_small",
-        step="grams_bfloat16_small",
+        step="grams",
         kernel="grams_bfloat16_small",
-        codec="grams_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -146,12 +146,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="grams_float16",
-        step="grams_float16",
+        step="grams",
         kernel="grams_float16",
-        codec="grams_float16",
         param="float16",
         small=False,
         flags={},
@@ -170,12 +170,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="grams_float16_small",
-        step="grams_float16_small",
+        step="grams",
         kernel="grams_float16_small",
-        codec="grams_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -192,5 +192,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

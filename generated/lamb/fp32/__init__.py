@@ -15,9 +15,10 @@
 #   traffic   32 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -53,9 +54,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
 VARIANTS = (
     Variant(
         function="lamb_float32",
-        step="lamb_float32",
+        step="lamb",
         kernel="lamb_float32",
-        codec="lamb_float32",
         param="float32",
         small=False,
         flags={},
@@ -71,6 +71,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -84,9 +85,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_bfloat16",
-        step="lamb_bfloat16",
+        step="lamb",
         kernel="lamb_bfloat16",
-        codec="lamb_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -102,6 +102,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -115,9 +116,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_float16",
-        step="lamb_float16",
+        step="lamb",
         kernel="lamb_float16",
-        codec="lamb_float16",
         param="float16",
         small=False,
         flags={},
@@ -133,6 +133,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),

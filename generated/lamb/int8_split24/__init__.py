@@ -19,9 +19,10 @@
 #   traffic   17.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -57,9 +58,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
 VARIANTS = (
     Variant(
         function="lamb_float32",
-        step="lamb_float32",
+        step="lamb",
         kernel="lamb_float32",
-        codec="lamb_float32",
         param="float32",
         small=False,
         flags={},
@@ -77,6 +77,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),), early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -90,9 +91,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_float32_small",
-        step="lamb_float32_small",
+        step="lamb",
         kernel="lamb_float32_small",
-        codec="lamb_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -108,6 +108,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -121,9 +122,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_bfloat16",
-        step="lamb_bfloat16",
+        step="lamb",
         kernel="lamb_bfloat16",
-        codec="lamb_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -142,6 +142,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -155,9 +156,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_bfloat16_small",
-        step="lamb_bfloat16_small",
+        step="lamb",
         kernel="lamb_bfloat16_small",
-        codec="lamb_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -174,6 +174,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -187,9 +188,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_float16",
-        step="lamb_float16",
+        step="lamb",
         kernel="lamb_float16",
-        codec="lamb_float16",
         param="float16",
         small=False,
         flags={},
@@ -208,6 +208,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
@@ -221,9 +222,8 @@ VARIANTS = (
     ),
     Variant(
         function="lamb_float16_small",
-        step="lamb_float16_small",
+        step="lamb",
         kernel="lamb_float16_small",
-        codec="lamb_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -240,6 +240,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),

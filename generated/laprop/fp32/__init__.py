@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -55,9 +56,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="laprop_float32",
-        step="laprop_float32",
+        step="laprop",
         kernel="laprop_float32",
-        codec="laprop_float32",
         param="float32",
         small=False,
         flags={},
@@ -73,12 +73,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="laprop_bfloat16",
-        step="laprop_bfloat16",
+        step="laprop",
         kernel="laprop_bfloat16",
-        codec="laprop_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -94,12 +94,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="laprop_float16",
-        step="laprop_float16",
+        step="laprop",
         kernel="laprop_float16",
-        codec="laprop_float16",
         param="float16",
         small=False,
         flags={},
@@ -115,5 +115,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

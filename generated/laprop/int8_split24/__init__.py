@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -73,9 +74,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="laprop_float32",
-        step="laprop_float32",
+        step="laprop",
         kernel="laprop_float32",
-        codec="laprop_float32",
         param="float32",
         small=False,
         flags={},
@@ -93,12 +93,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="laprop_float32_small",
-        step="laprop_float32_small",
+        step="laprop",
         kernel="laprop_float32_small",
-        codec="laprop_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -114,12 +114,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="laprop_bfloat16",
-        step="laprop_bfloat16",
+        step="laprop",
         kernel="laprop_bfloat16",
-        codec="laprop_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -138,12 +138,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="laprop_bfloat16_small",
-        step="laprop_bfloat16_small",
+        step="laprop",
         kernel="laprop_bfloat16_small",
-        codec="laprop_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -160,12 +160,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="laprop_float16",
-        step="laprop_float16",
+        step="laprop",
         kernel="laprop_float16",
-        codec="laprop_float16",
         param="float16",
         small=False,
         flags={},
@@ -184,12 +184,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="laprop_float16_small",
-        step="laprop_float16_small",
+        step="laprop",
         kernel="laprop_float16_small",
-        codec="laprop_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -206,5 +206,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

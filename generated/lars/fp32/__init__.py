@@ -13,8 +13,9 @@
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -32,9 +33,8 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffi
 VARIANTS = (
     Variant(
         function="lars_float32",
-        step="lars_float32",
+        step="lars",
         kernel="lars_float32",
-        codec="lars_float32",
         param="float32",
         small=False,
         flags={},
@@ -49,6 +49,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -62,9 +63,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_bfloat16",
-        step="lars_bfloat16",
+        step="lars",
         kernel="lars_bfloat16",
-        codec="lars_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -79,6 +79,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -92,9 +93,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_float16",
-        step="lars_float16",
+        step="lars",
         kernel="lars_float16",
-        codec="lars_float16",
         param="float16",
         small=False,
         flags={},
@@ -109,6 +109,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),

@@ -13,8 +13,9 @@
 #   traffic   15.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -32,9 +33,8 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffi
 VARIANTS = (
     Variant(
         function="lars_float32",
-        step="lars_float32",
+        step="lars",
         kernel="lars_float32",
-        codec="lars_float32",
         param="float32",
         small=False,
         flags={},
@@ -50,6 +50,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -63,9 +64,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_float32_small",
-        step="lars_float32_small",
+        step="lars",
         kernel="lars_float32_small",
-        codec="lars_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -80,6 +80,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -93,9 +94,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_bfloat16",
-        step="lars_bfloat16",
+        step="lars",
         kernel="lars_bfloat16",
-        codec="lars_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -112,6 +112,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -125,9 +126,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_bfloat16_small",
-        step="lars_bfloat16_small",
+        step="lars",
         kernel="lars_bfloat16_small",
-        codec="lars_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -143,6 +143,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -156,9 +157,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_float16",
-        step="lars_float16",
+        step="lars",
         kernel="lars_float16",
-        codec="lars_float16",
         param="float16",
         small=False,
         flags={},
@@ -175,6 +175,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
@@ -188,9 +189,8 @@ VARIANTS = (
     ),
     Variant(
         function="lars_float16_small",
-        step="lars_float16_small",
+        step="lars",
         kernel="lars_float16_small",
-        codec="lars_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -206,6 +206,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),

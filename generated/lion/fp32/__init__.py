@@ -13,8 +13,9 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -43,9 +44,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 VARIANTS = (
     Variant(
         function="lion_float32",
-        step="lion_float32",
+        step="lion",
         kernel="lion_float32",
-        codec="lion_float32",
         param="float32",
         small=False,
         flags={},
@@ -60,12 +60,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="lion_bfloat16",
-        step="lion_bfloat16",
+        step="lion",
         kernel="lion_bfloat16",
-        codec="lion_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -80,12 +80,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="lion_float16",
-        step="lion_float16",
+        step="lion",
         kernel="lion_float16",
-        codec="lion_float16",
         param="float16",
         small=False,
         flags={},
@@ -100,5 +100,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

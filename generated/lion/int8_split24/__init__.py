@@ -13,8 +13,9 @@
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -43,9 +44,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 VARIANTS = (
     Variant(
         function="lion_float32",
-        step="lion_float32",
+        step="lion",
         kernel="lion_float32",
-        codec="lion_float32",
         param="float32",
         small=False,
         flags={},
@@ -61,12 +61,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="lion_float32_small",
-        step="lion_float32_small",
+        step="lion",
         kernel="lion_float32_small",
-        codec="lion_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -81,12 +81,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="lion_bfloat16",
-        step="lion_bfloat16",
+        step="lion",
         kernel="lion_bfloat16",
-        codec="lion_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -103,12 +103,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="lion_bfloat16_small",
-        step="lion_bfloat16_small",
+        step="lion",
         kernel="lion_bfloat16_small",
-        codec="lion_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -124,12 +124,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="lion_float16",
-        step="lion_float16",
+        step="lion",
         kernel="lion_float16",
-        codec="lion_float16",
         param="float16",
         small=False,
         flags={},
@@ -146,12 +146,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="lion_float16_small",
-        step="lion_float16_small",
+        step="lion",
         kernel="lion_float16_small",
-        codec="lion_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -167,5 +167,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -37,9 +38,8 @@ def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
 VARIANTS = (
     Variant(
         function="madgrad_float32",
-        step="madgrad_float32",
+        step="madgrad",
         kernel="madgrad_float32",
-        codec="madgrad_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False},
@@ -55,12 +55,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="madgrad_bfloat16",
-        step="madgrad_bfloat16",
+        step="madgrad",
         kernel="madgrad_bfloat16",
-        codec="madgrad_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False},
@@ -76,12 +76,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="madgrad_float16",
-        step="madgrad_float16",
+        step="madgrad",
         kernel="madgrad_float16",
-        codec="madgrad_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False},
@@ -97,12 +97,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="madgrad_float32_has_momentum",
-        step="madgrad_float32_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_float32_has_momentum",
-        codec="madgrad_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True},
@@ -119,12 +119,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(still=('x0',)),
     ),
     Variant(
         function="madgrad_bfloat16_has_momentum",
-        step="madgrad_bfloat16_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_bfloat16_has_momentum",
-        codec="madgrad_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True},
@@ -141,12 +141,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, still=('x0',)),
     ),
     Variant(
         function="madgrad_float16_has_momentum",
-        step="madgrad_float16_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_float16_has_momentum",
-        codec="madgrad_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True},
@@ -163,5 +163,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16'}, still=('x0',)),
     ),
 )

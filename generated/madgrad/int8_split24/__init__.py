@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -40,9 +41,8 @@ def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
 VARIANTS = (
     Variant(
         function="madgrad_float32",
-        step="madgrad_float32",
+        step="madgrad",
         kernel="madgrad_float32",
-        codec="madgrad_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False},
@@ -60,12 +60,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="madgrad_float32_small",
-        step="madgrad_float32_small",
+        step="madgrad",
         kernel="madgrad_float32_small",
-        codec="madgrad_float32_small",
         param="float32",
         small=True,
         flags={'has_momentum': False},
@@ -81,12 +81,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="madgrad_bfloat16",
-        step="madgrad_bfloat16",
+        step="madgrad",
         kernel="madgrad_bfloat16",
-        codec="madgrad_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False},
@@ -105,12 +105,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="madgrad_bfloat16_small",
-        step="madgrad_bfloat16_small",
+        step="madgrad",
         kernel="madgrad_bfloat16_small",
-        codec="madgrad_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': False},
@@ -127,12 +127,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="madgrad_float16",
-        step="madgrad_float16",
+        step="madgrad",
         kernel="madgrad_float16",
-        codec="madgrad_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False},
@@ -151,12 +151,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="madgrad_float16_small",
-        step="madgrad_float16_small",
+        step="madgrad",
         kernel="madgrad_float16_small",
-        codec="madgrad_float16_small",
         param="float16",
         small=True,
         flags={'has_momentum': False},
@@ -173,12 +173,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="madgrad_float32_has_momentum",
-        step="madgrad_float32_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_float32_has_momentum",
-        codec="madgrad_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True},
@@ -197,12 +197,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 0)}, words=((16777232, (), False),), still=('x0',)),
     ),
     Variant(
         function="madgrad_float32_has_momentum_small",
-        step="madgrad_float32_has_momentum_small",
+        step="madgrad_has_momentum",
         kernel="madgrad_float32_has_momentum_small",
-        codec="madgrad_float32_has_momentum_small",
         param="float32",
         small=True,
         flags={'has_momentum': True},
@@ -219,12 +219,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(still=('x0',)),
     ),
     Variant(
         function="madgrad_bfloat16_has_momentum",
-        step="madgrad_bfloat16_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_bfloat16_has_momentum",
-        codec="madgrad_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True},
@@ -244,12 +244,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), still=('x0',)),
     ),
     Variant(
         function="madgrad_bfloat16_has_momentum_small",
-        step="madgrad_bfloat16_has_momentum_small",
+        step="madgrad_has_momentum",
         kernel="madgrad_bfloat16_has_momentum_small",
-        codec="madgrad_bfloat16_has_momentum_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': True},
@@ -267,12 +267,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('x0',)),
     ),
     Variant(
         function="madgrad_float16_has_momentum",
-        step="madgrad_float16_has_momentum",
+        step="madgrad_has_momentum",
         kernel="madgrad_float16_has_momentum",
-        codec="madgrad_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True},
@@ -292,12 +292,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), still=('x0',)),
     ),
     Variant(
         function="madgrad_float16_has_momentum_small",
-        step="madgrad_float16_has_momentum_small",
+        step="madgrad_has_momentum",
         kernel="madgrad_float16_has_momentum_small",
-        codec="madgrad_float16_has_momentum_small",
         param="float16",
         small=True,
         flags={'has_momentum': True},
@@ -315,5 +315,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={'x0': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('x0',)),
     ),
 )

@@ -17,9 +17,10 @@
 #   traffic   36 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -65,9 +66,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
 VARIANTS = (
     Variant(
         function="mars_float32",
-        step="mars_float32",
+        step="mars",
         kernel="mars_float32",
-        codec="mars_float32",
         param="float32",
         small=False,
         flags={},
@@ -84,6 +84,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -96,9 +97,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_bfloat16",
-        step="mars_bfloat16",
+        step="mars",
         kernel="mars_bfloat16",
-        codec="mars_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -115,6 +115,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -127,9 +128,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_float16",
-        step="mars_float16",
+        step="mars",
         kernel="mars_float16",
-        codec="mars_float16",
         param="float16",
         small=False,
         flags={},
@@ -146,6 +146,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),

@@ -21,9 +21,10 @@
 #   traffic   17.2188 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -88,9 +89,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
 VARIANTS = (
     Variant(
         function="mars_float32",
-        step="mars_float32",
+        step="mars",
         kernel="mars_float32",
-        codec="mars_float32",
         param="float32",
         small=False,
         flags={},
@@ -110,6 +110,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'last_grad': 'signed'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -122,9 +123,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_float32_small",
-        step="mars_float32_small",
+        step="mars",
         kernel="mars_float32_small",
-        codec="mars_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -141,6 +141,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -153,9 +154,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_bfloat16",
-        step="mars_bfloat16",
+        step="mars",
         kernel="mars_bfloat16",
-        codec="mars_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -176,6 +176,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'last_grad': 'signed'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -188,9 +189,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_bfloat16_small",
-        step="mars_bfloat16_small",
+        step="mars",
         kernel="mars_bfloat16_small",
-        codec="mars_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -208,6 +208,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -220,9 +221,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_float16",
-        step="mars_float16",
+        step="mars",
         kernel="mars_float16",
-        codec="mars_float16",
         param="float16",
         small=False,
         flags={},
@@ -243,6 +243,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'last_grad': 'signed'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
@@ -255,9 +256,8 @@ VARIANTS = (
     ),
     Variant(
         function="mars_float16_small",
-        step="mars_float16_small",
+        step="mars",
         kernel="mars_float16_small",
-        codec="mars_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -275,6 +275,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -119,9 +120,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
 VARIANTS = (
     Variant(
         function="nadam_float32",
-        step="nadam_float32",
+        step="nadam",
         kernel="nadam_float32",
-        codec="nadam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -137,12 +137,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="nadam_bfloat16",
-        step="nadam_bfloat16",
+        step="nadam",
         kernel="nadam_bfloat16",
-        codec="nadam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -158,12 +158,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="nadam_float16",
-        step="nadam_float16",
+        step="nadam",
         kernel="nadam_float16",
-        codec="nadam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -179,12 +179,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="nadam_float32_decoupled_weight_decay",
-        step="nadam_float32_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float32_decoupled_weight_decay",
-        codec="nadam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -200,12 +200,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="nadam_bfloat16_decoupled_weight_decay",
-        step="nadam_bfloat16_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_bfloat16_decoupled_weight_decay",
-        codec="nadam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -221,12 +221,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="nadam_float16_decoupled_weight_decay",
-        step="nadam_float16_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float16_decoupled_weight_decay",
-        codec="nadam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -242,5 +242,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -19,9 +19,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -173,9 +174,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
 VARIANTS = (
     Variant(
         function="nadam_float32",
-        step="nadam_float32",
+        step="nadam",
         kernel="nadam_float32",
-        codec="nadam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -193,12 +193,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="nadam_float32_small",
-        step="nadam_float32_small",
+        step="nadam",
         kernel="nadam_float32_small",
-        codec="nadam_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -214,12 +214,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="nadam_bfloat16",
-        step="nadam_bfloat16",
+        step="nadam",
         kernel="nadam_bfloat16",
-        codec="nadam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -238,12 +238,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="nadam_bfloat16_small",
-        step="nadam_bfloat16_small",
+        step="nadam",
         kernel="nadam_bfloat16_small",
-        codec="nadam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -260,12 +260,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="nadam_float16",
-        step="nadam_float16",
+        step="nadam",
         kernel="nadam_float16",
-        codec="nadam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -284,12 +284,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="nadam_float16_small",
-        step="nadam_float16_small",
+        step="nadam",
         kernel="nadam_float16_small",
-        codec="nadam_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -306,12 +306,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="nadam_float32_decoupled_weight_decay",
-        step="nadam_float32_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float32_decoupled_weight_decay",
-        codec="nadam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -329,12 +329,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="nadam_float32_decoupled_weight_decay_small",
-        step="nadam_float32_decoupled_weight_decay_small",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float32_decoupled_weight_decay_small",
-        codec="nadam_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -350,12 +350,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="nadam_bfloat16_decoupled_weight_decay",
-        step="nadam_bfloat16_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_bfloat16_decoupled_weight_decay",
-        codec="nadam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -374,12 +374,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="nadam_bfloat16_decoupled_weight_decay_small",
-        step="nadam_bfloat16_decoupled_weight_decay_small",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_bfloat16_decoupled_weight_decay_small",
-        codec="nadam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -396,12 +396,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="nadam_float16_decoupled_weight_decay",
-        step="nadam_float16_decoupled_weight_decay",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float16_decoupled_weight_decay",
-        codec="nadam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -420,12 +420,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="nadam_float16_decoupled_weight_decay_small",
-        step="nadam_float16_decoupled_weight_decay_small",
+        step="nadam_decoupled_weight_decay",
         kernel="nadam_float16_decoupled_weight_decay_small",
-        codec="nadam_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -442,5 +442,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(('mu_product', 1.0),),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -82,9 +83,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps
 VARIANTS = (
     Variant(
         function="normuon_float32",
-        step="normuon_float32",
+        step="normuon",
         kernel="normuon_float32",
-        codec="normuon_float32",
         param="float32",
         small=False,
         flags={'adamw': False, 'matrix': True},
@@ -100,6 +100,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         matrix="first",
         temps=(
             Temp("direction", "elem"),
@@ -126,9 +127,8 @@ VARIANTS = (
     ),
     Variant(
         function="normuon_bfloat16",
-        step="normuon_bfloat16",
+        step="normuon",
         kernel="normuon_bfloat16",
-        codec="normuon_bfloat16",
         param="bfloat16",
         small=False,
         flags={'adamw': False, 'matrix': True},
@@ -144,6 +144,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         matrix="first",
         temps=(
             Temp("direction", "elem"),
@@ -170,9 +171,8 @@ VARIANTS = (
     ),
     Variant(
         function="normuon_float16",
-        step="normuon_float16",
+        step="normuon",
         kernel="normuon_float16",
-        codec="normuon_float16",
         param="float16",
         small=False,
         flags={'adamw': False, 'matrix': True},
@@ -188,6 +188,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         matrix="first",
         temps=(
             Temp("direction", "elem"),
@@ -214,9 +215,8 @@ VARIANTS = (
     ),
     Variant(
         function="normuon_float32_no_matrix",
-        step="normuon_float32_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float32_no_matrix",
-        codec="normuon_float32_no_matrix",
         param="float32",
         small=False,
         flags={'adamw': False, 'matrix': False},
@@ -232,12 +232,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="normuon_bfloat16_no_matrix",
-        step="normuon_bfloat16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_bfloat16_no_matrix",
-        codec="normuon_bfloat16_no_matrix",
         param="bfloat16",
         small=False,
         flags={'adamw': False, 'matrix': False},
@@ -253,12 +253,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="normuon_float16_no_matrix",
-        step="normuon_float16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float16_no_matrix",
-        codec="normuon_float16_no_matrix",
         param="float16",
         small=False,
         flags={'adamw': False, 'matrix': False},
@@ -274,12 +274,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="normuon_float32_adamw",
-        step="normuon_float32_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float32_no_matrix",
-        codec="normuon_float32_no_matrix",
         param="float32",
         small=False,
         flags={'adamw': True, 'matrix': True},
@@ -295,12 +295,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="normuon_bfloat16_adamw",
-        step="normuon_bfloat16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_bfloat16_no_matrix",
-        codec="normuon_bfloat16_no_matrix",
         param="bfloat16",
         small=False,
         flags={'adamw': True, 'matrix': True},
@@ -316,12 +316,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="normuon_float16_adamw",
-        step="normuon_float16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float16_no_matrix",
-        codec="normuon_float16_no_matrix",
         param="float16",
         small=False,
         flags={'adamw': True, 'matrix': True},
@@ -337,12 +337,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="normuon_float32_adamw_no_matrix",
-        step="normuon_float32_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float32_no_matrix",
-        codec="normuon_float32_no_matrix",
         param="float32",
         small=False,
         flags={'adamw': True, 'matrix': False},
@@ -358,12 +358,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="normuon_bfloat16_adamw_no_matrix",
-        step="normuon_bfloat16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_bfloat16_no_matrix",
-        codec="normuon_bfloat16_no_matrix",
         param="bfloat16",
         small=False,
         flags={'adamw': True, 'matrix': False},
@@ -379,12 +379,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="normuon_float16_adamw_no_matrix",
-        step="normuon_float16_no_matrix",
+        step="normuon_no_matrix",
         kernel="normuon_float16_no_matrix",
-        codec="normuon_float16_no_matrix",
         param="float16",
         small=False,
         flags={'adamw': True, 'matrix': False},
@@ -400,5 +400,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   16 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -70,9 +71,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="novograd_float32",
-        step="novograd_float32",
+        step="novograd",
         kernel="novograd_float32",
-        codec="novograd_float32",
         param="float32",
         small=False,
         flags={'grad_averaging': False},
@@ -88,6 +88,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -100,9 +101,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16",
-        step="novograd_bfloat16",
+        step="novograd",
         kernel="novograd_bfloat16",
-        codec="novograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'grad_averaging': False},
@@ -118,6 +118,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -130,9 +131,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16",
-        step="novograd_float16",
+        step="novograd",
         kernel="novograd_float16",
-        codec="novograd_float16",
         param="float16",
         small=False,
         flags={'grad_averaging': False},
@@ -148,6 +148,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -160,9 +161,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float32_grad_averaging",
-        step="novograd_float32_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_float32_grad_averaging",
-        codec="novograd_float32",
         param="float32",
         small=False,
         flags={'grad_averaging': True},
@@ -178,6 +178,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -190,9 +191,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16_grad_averaging",
-        step="novograd_bfloat16_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_bfloat16_grad_averaging",
-        codec="novograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'grad_averaging': True},
@@ -208,6 +208,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -220,9 +221,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16_grad_averaging",
-        step="novograd_float16_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_float16_grad_averaging",
-        codec="novograd_float16",
         param="float16",
         small=False,
         flags={'grad_averaging': True},
@@ -238,6 +238,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),

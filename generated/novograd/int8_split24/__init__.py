@@ -15,9 +15,10 @@
 #   traffic   12.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -70,9 +71,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="novograd_float32",
-        step="novograd_float32",
+        step="novograd",
         kernel="novograd_float32",
-        codec="novograd_float32",
         param="float32",
         small=False,
         flags={'grad_averaging': False},
@@ -89,6 +89,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -101,9 +102,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float32_small",
-        step="novograd_float32_small",
+        step="novograd",
         kernel="novograd_float32_small",
-        codec="novograd_float32_small",
         param="float32",
         small=True,
         flags={'grad_averaging': False},
@@ -119,6 +119,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -131,9 +132,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16",
-        step="novograd_bfloat16",
+        step="novograd",
         kernel="novograd_bfloat16",
-        codec="novograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'grad_averaging': False},
@@ -151,6 +151,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -163,9 +164,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16_small",
-        step="novograd_bfloat16_small",
+        step="novograd",
         kernel="novograd_bfloat16_small",
-        codec="novograd_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'grad_averaging': False},
@@ -182,6 +182,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -194,9 +195,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16",
-        step="novograd_float16",
+        step="novograd",
         kernel="novograd_float16",
-        codec="novograd_float16",
         param="float16",
         small=False,
         flags={'grad_averaging': False},
@@ -214,6 +214,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -226,9 +227,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16_small",
-        step="novograd_float16_small",
+        step="novograd",
         kernel="novograd_float16_small",
-        codec="novograd_float16_small",
         param="float16",
         small=True,
         flags={'grad_averaging': False},
@@ -245,6 +245,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -257,9 +258,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float32_grad_averaging",
-        step="novograd_float32_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_float32_grad_averaging",
-        codec="novograd_float32",
         param="float32",
         small=False,
         flags={'grad_averaging': True},
@@ -276,6 +276,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -288,9 +289,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float32_grad_averaging_small",
-        step="novograd_float32_grad_averaging_small",
+        step="novograd_grad_averaging",
         kernel="novograd_float32_grad_averaging_small",
-        codec="novograd_float32_small",
         param="float32",
         small=True,
         flags={'grad_averaging': True},
@@ -306,6 +306,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -318,9 +319,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16_grad_averaging",
-        step="novograd_bfloat16_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_bfloat16_grad_averaging",
-        codec="novograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'grad_averaging': True},
@@ -338,6 +338,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -350,9 +351,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_bfloat16_grad_averaging_small",
-        step="novograd_bfloat16_grad_averaging_small",
+        step="novograd_grad_averaging",
         kernel="novograd_bfloat16_grad_averaging_small",
-        codec="novograd_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'grad_averaging': True},
@@ -369,6 +369,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -381,9 +382,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16_grad_averaging",
-        step="novograd_float16_grad_averaging",
+        step="novograd_grad_averaging",
         kernel="novograd_float16_grad_averaging",
-        codec="novograd_float16",
         param="float16",
         small=False,
         flags={'grad_averaging': True},
@@ -401,6 +401,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
@@ -413,9 +414,8 @@ VARIANTS = (
     ),
     Variant(
         function="novograd_float16_grad_averaging_small",
-        step="novograd_float16_grad_averaging_small",
+        step="novograd_grad_averaging",
         kernel="novograd_float16_grad_averaging_small",
-        codec="novograd_float16_small",
         param="float16",
         small=True,
         flags={'grad_averaging': True},
@@ -432,6 +432,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),

@@ -11,9 +11,10 @@
 #   traffic   14 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -81,9 +82,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 VARIANTS = (
     Variant(
         function="orthograd_float32",
-        step="orthograd_float32",
+        step="orthograd",
         kernel="orthograd_float32",
-        codec="orthograd_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -97,6 +97,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -117,9 +118,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16",
-        step="orthograd_bfloat16",
+        step="orthograd",
         kernel="orthograd_bfloat16",
-        codec="orthograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -133,6 +133,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -153,9 +154,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16",
-        step="orthograd_float16",
+        step="orthograd",
         kernel="orthograd_float16",
-        codec="orthograd_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -169,6 +169,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -189,9 +190,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_has_momentum",
-        step="orthograd_float32_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_float32_has_momentum",
-        codec="orthograd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -206,6 +206,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -226,9 +227,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_has_momentum",
-        step="orthograd_bfloat16_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_bfloat16_has_momentum",
-        codec="orthograd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -243,6 +243,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -263,9 +264,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_has_momentum",
-        step="orthograd_float16_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_float16_has_momentum",
-        codec="orthograd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -280,6 +280,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -300,9 +301,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_nesterov_has_momentum",
-        step="orthograd_float32_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float32_nesterov_has_momentum",
-        codec="orthograd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -317,6 +317,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -337,9 +338,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_nesterov_has_momentum",
-        step="orthograd_bfloat16_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_bfloat16_nesterov_has_momentum",
-        codec="orthograd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -354,6 +354,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -374,9 +375,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_nesterov_has_momentum",
-        step="orthograd_float16_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float16_nesterov_has_momentum",
-        codec="orthograd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -391,6 +391,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),

@@ -11,9 +11,10 @@
 #   traffic   18 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -107,9 +108,8 @@ def kernel_scalars_5(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 VARIANTS = (
     Variant(
         function="orthograd_float32",
-        step="orthograd_float32",
+        step="orthograd",
         kernel="orthograd_float32",
-        codec="orthograd_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -123,6 +123,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -143,9 +144,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16",
-        step="orthograd_bfloat16",
+        step="orthograd",
         kernel="orthograd_bfloat16",
-        codec="orthograd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -160,6 +160,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -180,9 +181,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16",
-        step="orthograd_float16",
+        step="orthograd",
         kernel="orthograd_float16",
-        codec="orthograd_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -197,6 +197,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -217,9 +218,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_has_momentum",
-        step="orthograd_float32_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_float32_has_momentum",
-        codec="orthograd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -235,6 +235,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -255,9 +256,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_has_momentum_small",
-        step="orthograd_float32_has_momentum_small",
+        step="orthograd_has_momentum",
         kernel="orthograd_float32_has_momentum_small",
-        codec="orthograd_float32_has_momentum_small",
         param="float32",
         small=True,
         flags={'nesterov': False, 'has_momentum': True},
@@ -272,6 +272,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -292,9 +293,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_has_momentum",
-        step="orthograd_bfloat16_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_bfloat16_has_momentum",
-        codec="orthograd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -311,6 +311,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -331,9 +332,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_has_momentum_small",
-        step="orthograd_bfloat16_has_momentum_small",
+        step="orthograd_has_momentum",
         kernel="orthograd_bfloat16_has_momentum_small",
-        codec="orthograd_bfloat16_has_momentum_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': False, 'has_momentum': True},
@@ -349,6 +349,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -369,9 +370,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_has_momentum",
-        step="orthograd_float16_has_momentum",
+        step="orthograd_has_momentum",
         kernel="orthograd_float16_has_momentum",
-        codec="orthograd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -388,6 +388,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -408,9 +409,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_has_momentum_small",
-        step="orthograd_float16_has_momentum_small",
+        step="orthograd_has_momentum",
         kernel="orthograd_float16_has_momentum_small",
-        codec="orthograd_float16_has_momentum_small",
         param="float16",
         small=True,
         flags={'nesterov': False, 'has_momentum': True},
@@ -426,6 +426,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -446,9 +447,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_nesterov_has_momentum",
-        step="orthograd_float32_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float32_nesterov_has_momentum",
-        codec="orthograd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -464,6 +464,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -484,9 +485,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float32_nesterov_has_momentum_small",
-        step="orthograd_float32_nesterov_has_momentum_small",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float32_nesterov_has_momentum_small",
-        codec="orthograd_float32_has_momentum_small",
         param="float32",
         small=True,
         flags={'nesterov': True, 'has_momentum': True},
@@ -501,6 +501,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -521,9 +522,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_nesterov_has_momentum",
-        step="orthograd_bfloat16_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_bfloat16_nesterov_has_momentum",
-        codec="orthograd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -540,6 +540,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -560,9 +561,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_bfloat16_nesterov_has_momentum_small",
-        step="orthograd_bfloat16_nesterov_has_momentum_small",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_bfloat16_nesterov_has_momentum_small",
-        codec="orthograd_bfloat16_has_momentum_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': True, 'has_momentum': True},
@@ -578,6 +578,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -598,9 +599,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_nesterov_has_momentum",
-        step="orthograd_float16_nesterov_has_momentum",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float16_nesterov_has_momentum",
-        codec="orthograd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -617,6 +617,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
@@ -637,9 +638,8 @@ VARIANTS = (
     ),
     Variant(
         function="orthograd_float16_nesterov_has_momentum_small",
-        step="orthograd_float16_nesterov_has_momentum_small",
+        step="orthograd_nesterov_has_momentum",
         kernel="orthograd_float16_nesterov_has_momentum_small",
-        codec="orthograd_float16_has_momentum_small",
         param="float16",
         small=True,
         flags={'nesterov': True, 'has_momentum': True},
@@ -655,6 +655,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),

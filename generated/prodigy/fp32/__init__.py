@@ -25,9 +25,10 @@
 #   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -210,9 +211,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
 VARIANTS = (
     Variant(
         function="prodigy_float32",
-        step="prodigy_float32",
+        step="prodigy",
         kernel="prodigy_float32",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -233,6 +233,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -257,9 +258,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16",
-        step="prodigy_bfloat16",
+        step="prodigy",
         kernel="prodigy_bfloat16",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -280,6 +280,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -304,9 +305,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16",
-        step="prodigy_float16",
+        step="prodigy",
         kernel="prodigy_float16",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -327,6 +327,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -351,9 +352,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_safeguard_warmup",
-        step="prodigy_float32_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float32_safeguard_warmup",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -374,6 +374,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -398,9 +399,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_safeguard_warmup",
-        step="prodigy_bfloat16_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_bfloat16_safeguard_warmup",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -421,6 +421,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -445,9 +446,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_safeguard_warmup",
-        step="prodigy_float16_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float16_safeguard_warmup",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -468,6 +468,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -492,9 +493,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_use_bias_correction",
-        step="prodigy_float32_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float32_use_bias_correction",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -515,6 +515,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -539,9 +540,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction",
-        step="prodigy_bfloat16_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_bfloat16_use_bias_correction",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -562,6 +562,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -586,9 +587,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction",
-        step="prodigy_float16_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float16_use_bias_correction",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -609,6 +609,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -633,9 +634,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_use_bias_correction_safeguard_warmup",
-        step="prodigy_float32_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float32_use_bias_correction_safeguard_warmup",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -656,6 +656,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -680,9 +681,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        step="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -703,6 +703,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -727,9 +728,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction_safeguard_warmup",
-        step="prodigy_float16_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float16_use_bias_correction_safeguard_warmup",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -750,6 +750,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),

@@ -28,53 +28,14 @@
 #   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import choose, divide, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    return (
-        lr, weight_decay, d0, gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    return (
-        lr, weight_decay, d0, gain1, grad_scale, moves, keep1, gain2, keep2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
@@ -94,7 +55,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
@@ -114,47 +75,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
-def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    return (
-        lr, weight_decay, d0, gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    return (
-        lr, weight_decay, d0, gain1, moves, grad_scale, keep1, gain2, keep2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
@@ -174,7 +95,7 @@ def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     )
 
 
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
@@ -194,55 +115,7 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
-def host_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    return (
-        weight_decay, d0, own, gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    return (
-        weight_decay, d0, own, gain1, grad_scale, moves, keep1, gain2, keep2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def host_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
@@ -266,7 +139,7 @@ def host_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     )
 
 
-def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
@@ -290,55 +163,7 @@ def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
-def host_scalars_7(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    return (
-        weight_decay, d0, own, gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def kernel_scalars_7(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    return (
-        weight_decay, d0, own, gain1, moves, grad_scale, keep1, gain2, keep2, keep3, eps, d_coef, growth_rate,
-        beta3,
-    )
-
-
-def host_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
@@ -362,7 +187,7 @@ def host_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     )
 
 
-def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
@@ -389,9 +214,8 @@ def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
 VARIANTS = (
     Variant(
         function="prodigy_float32",
-        step="prodigy_float32",
+        step="prodigy",
         kernel="prodigy_float32",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -407,39 +231,41 @@ VARIANTS = (
             Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
+        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
         host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
+        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False)), still=('p0',)),
         temps=(
+            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
             Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
             Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
         stages=(
-            Stage("prodigy_float32_1", "model", -1, (0, 1, 2, 3), temps=('rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_beta1_times_d', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float32_2", "elem", 0, (0, 4, 5, 6, 7, 8, 9), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
+            Stage("prodigy_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
+            Stage("prodigy_float32_2", "elem", 0, (0, 4, 5, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
             Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (10, 2, 11, 12, 13), temps=('d_2_times_eps',), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
+            Stage("prodigy_float32_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="prodigy_float32_small",
-        step="prodigy_float32_small",
+        step="prodigy",
         kernel="prodigy_float32_small",
-        codec="prodigy_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -453,13 +279,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
+        host=host_scalars,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -484,9 +311,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16",
-        step="prodigy_bfloat16",
+        step="prodigy",
         kernel="prodigy_bfloat16",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -504,13 +330,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
+        host=host_scalars,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -535,9 +362,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_small",
-        step="prodigy_bfloat16_small",
+        step="prodigy",
         kernel="prodigy_bfloat16_small",
-        codec="prodigy_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -552,13 +378,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
+        host=host_scalars,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -583,9 +410,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16",
-        step="prodigy_float16",
+        step="prodigy",
         kernel="prodigy_float16",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -603,13 +429,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
+        host=host_scalars,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -634,9 +461,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_small",
-        step="prodigy_float16_small",
+        step="prodigy",
         kernel="prodigy_float16_small",
-        codec="prodigy_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': False},
@@ -651,13 +477,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
+        host=host_scalars,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -682,9 +509,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_safeguard_warmup",
-        step="prodigy_float32_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float32_safeguard_warmup",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -700,39 +526,41 @@ VARIANTS = (
             Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep1', 'keep2', 'gain2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        host=host_scalars_3,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep1', 'gain2', 'keep2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        kernel_host=kernel_scalars_3,
+        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
+        host=host_scalars_2,
+        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False)), still=('p0',)),
         temps=(
+            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
             Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
             Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
         stages=(
-            Stage("prodigy_float32_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_beta1_times_d', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float32_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6, 7, 8, 9), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
+            Stage("prodigy_float32_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
+            Stage("prodigy_float32_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
             Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (10, 2, 11, 12, 13), temps=('d_2_times_eps',), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
+            Stage("prodigy_float32_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="prodigy_float32_safeguard_warmup_small",
-        step="prodigy_float32_safeguard_warmup_small",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float32_safeguard_warmup_small",
-        codec="prodigy_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -746,13 +574,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
+        host=host_scalars_2,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -777,9 +606,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_safeguard_warmup",
-        step="prodigy_bfloat16_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_bfloat16_safeguard_warmup",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -797,13 +625,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
+        host=host_scalars_2,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -828,9 +657,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_safeguard_warmup_small",
-        step="prodigy_bfloat16_safeguard_warmup_small",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_bfloat16_safeguard_warmup_small",
-        codec="prodigy_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -845,13 +673,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
+        host=host_scalars_2,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -876,9 +705,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_safeguard_warmup",
-        step="prodigy_float16_safeguard_warmup",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float16_safeguard_warmup",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -896,13 +724,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
+        host=host_scalars_2,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -927,9 +756,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_safeguard_warmup_small",
-        step="prodigy_float16_safeguard_warmup_small",
+        step="prodigy_safeguard_warmup",
         kernel="prodigy_float16_safeguard_warmup_small",
-        codec="prodigy_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': False, 'safeguard_warmup': True},
@@ -944,13 +772,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
+        host=host_scalars_2,
         kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -975,9 +804,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_use_bias_correction",
-        step="prodigy_float32_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float32_use_bias_correction",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -993,39 +821,41 @@ VARIANTS = (
             Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        host=host_scalars_5,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        kernel_host=kernel_scalars_5,
+        scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
+        host=host_scalars_3,
+        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False)), still=('p0',)),
         temps=(
+            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
             Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
             Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
         stages=(
-            Stage("prodigy_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_beta1_times_d', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float32_use_bias_correction_2", "elem", 0, (4, 5, 6, 7, 8, 9, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
+            Stage("prodigy_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
+            Stage("prodigy_float32_use_bias_correction_2", "elem", 0, (4, 5, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
             Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (10, 1, 11, 12, 13), temps=('d_2_times_eps',), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
+            Stage("prodigy_float32_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="prodigy_float32_use_bias_correction_small",
-        step="prodigy_float32_use_bias_correction_small",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float32_use_bias_correction_small",
-        codec="prodigy_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -1039,13 +869,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_6,
+        host=host_scalars_3,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_6,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1070,9 +901,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction",
-        step="prodigy_bfloat16_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_bfloat16_use_bias_correction",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -1090,13 +920,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_6,
+        host=host_scalars_3,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_6,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1121,9 +952,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction_small",
-        step="prodigy_bfloat16_use_bias_correction_small",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_bfloat16_use_bias_correction_small",
-        codec="prodigy_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -1138,13 +968,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_6,
+        host=host_scalars_3,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_6,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1169,9 +1000,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction",
-        step="prodigy_float16_use_bias_correction",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float16_use_bias_correction",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -1189,13 +1019,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_6,
+        host=host_scalars_3,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_6,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1220,9 +1051,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction_small",
-        step="prodigy_float16_use_bias_correction_small",
+        step="prodigy_use_bias_correction",
         kernel="prodigy_float16_use_bias_correction_small",
-        codec="prodigy_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': False},
@@ -1237,13 +1067,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_6,
+        host=host_scalars_3,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_6,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1268,9 +1099,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float32_use_bias_correction_safeguard_warmup",
-        step="prodigy_float32_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float32_use_bias_correction_safeguard_warmup",
-        codec="prodigy_float32",
         param="float32",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1286,39 +1116,41 @@ VARIANTS = (
             Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep1', 'keep2', 'gain2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        host=host_scalars_7,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep1', 'gain2', 'keep2', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3'),
-        kernel_host=kernel_scalars_7,
+        scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
+        host=host_scalars_4,
+        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20)}, words=((16777232, (), False), (16777216, (), False)), still=('p0',)),
         temps=(
+            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
             Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
             Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
         stages=(
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_beta1_times_d', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 7, 8, 9, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
+            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
+            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=64),
             Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (10, 1, 11, 12, 13), temps=('d_2_times_eps',), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
+            Stage("prodigy_float32_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=64),
+            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="prodigy_float32_use_bias_correction_safeguard_warmup_small",
-        step="prodigy_float32_use_bias_correction_safeguard_warmup_small",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float32_use_bias_correction_safeguard_warmup_small",
-        codec="prodigy_float32_small",
         param="float32",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1332,13 +1164,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_8,
+        host=host_scalars_4,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_8,
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1363,9 +1196,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        step="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        codec="prodigy_bfloat16",
         param="bfloat16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1383,13 +1215,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_8,
+        host=host_scalars_4,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_8,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1414,9 +1247,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_bfloat16_use_bias_correction_safeguard_warmup_small",
-        step="prodigy_bfloat16_use_bias_correction_safeguard_warmup_small",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_bfloat16_use_bias_correction_safeguard_warmup_small",
-        codec="prodigy_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1431,13 +1263,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_8,
+        host=host_scalars_4,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_8,
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1462,9 +1295,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction_safeguard_warmup",
-        step="prodigy_float16_use_bias_correction_safeguard_warmup",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float16_use_bias_correction_safeguard_warmup",
-        codec="prodigy_float16",
         param="float16",
         small=False,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1482,13 +1314,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_8,
+        host=host_scalars_4,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_8,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 's': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0), 's': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False)), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
@@ -1513,9 +1346,8 @@ VARIANTS = (
     ),
     Variant(
         function="prodigy_float16_use_bias_correction_safeguard_warmup_small",
-        step="prodigy_float16_use_bias_correction_safeguard_warmup_small",
+        step="prodigy_use_bias_correction_safeguard_warmup",
         kernel="prodigy_float16_use_bias_correction_safeguard_warmup_small",
-        codec="prodigy_float16_small",
         param="float16",
         small=True,
         flags={'use_bias_correction': True, 'safeguard_warmup': True},
@@ -1530,13 +1362,14 @@ VARIANTS = (
             Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
         ),
         scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_8,
+        host=host_scalars_4,
         kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_8,
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),
         init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('p0',)),
         temps=(
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),

@@ -41,9 +41,9 @@ struct prodigy_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_beta1_times_d
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     };
@@ -51,11 +51,11 @@ struct prodigy_float32_1 {
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        float *__restrict rate_at = (float *)at[1];                  // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
+        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
+        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[3];
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
         float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
         float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
         const F lr(known.scalars[0]);
@@ -68,9 +68,9 @@ struct prodigy_float32_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 41  rate = d * own
             const F d_div = d / d0;
+            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_rate_at + i, d_div * rate);
         }
@@ -87,18 +87,12 @@ struct prodigy_float32_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
-        {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_rate
-        {14, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_d
+        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -109,103 +103,50 @@ struct prodigy_float32_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
+        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
-        const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[13];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];                       // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[3];                       // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
-        const F keep1(known.scalars[6]);
-        const F gain2(known.scalars[7]);
-        const F keep2(known.scalars[8]);
-        const F keep3(known.scalars[9]);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F keep3(known.scalars[6]);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 0x7fffffff;
             const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
             const F scale_mul = keep3 * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(scale_mul_kept + b, scale_mul);
         }
 
@@ -214,132 +155,56 @@ struct prodigy_float32_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F scale_mul(scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
                 const F p = load(p_at + i);
-                const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
+                const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_rate, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const F s_abs = abs(s);
+                const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
             s_top_kept[b] = s_top;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
             const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
                 store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -387,33 +252,35 @@ struct prodigy_float32_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_numerator
+        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[5];
-        const F eps(known.scalars[10]);
+        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
+        const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
-        const F d_coef(known.scalars[11]);
-        const F growth_rate(known.scalars[12]);
-        const F beta3(known.scalars[13]);
+        const F d_coef(known.scalars[8]);
+        const F growth_rate(known.scalars[9]);
+        const F beta3(known.scalars[10]);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
-            const F d_denom = load(d_denom_at + i);
             const F d_max = load(d_max_at + i);
+            const F d_denom = load(d_denom_at + i);
             const F d = load(d_at + i);
             const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
             const F d_numerator = load(d_numerator_at + i);
@@ -430,9 +297,9 @@ struct prodigy_float32_4 {
             const F raised = where(d == d0, max(d, d_hat), d);
             // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
             const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -443,36 +310,85 @@ template <class Grad>
 struct prodigy_float32_5 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
+    static constexpr bool MATRICES = false, INDEXED = true;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {21, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // d
+        {14, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, true, false, NONE, 8},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_d
+        {22, -1, 4, WHOLE, true, false, NONE, 10},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
+        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];           // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[6];               // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];                  // float32 [model]  read
-        const float *__restrict d_2_times_eps_at = (const float *)at[7];         // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
+        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[9];
+        const float *__restrict d_2_times_eps_at = (const float *)at[10];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
+        const F grad_scale(known.scalars[4]);
+        const F moves(known.scalars[5]);
+        const F keep1(known.scalars[11]);
+        const F gain2(known.scalars[12]);
+        const F keep2(known.scalars[13]);
         const F rate = F(*rate_at);
+        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
+        I exp_avg_top_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_2_kept + i, word_2);
+        }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -486,21 +402,28 @@ struct prodigy_float32_5 {
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_2_kept + b, exp_avg_scale_2);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/prodigy.py)
+        // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
+            I exp_avg_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const I word_2 = spread(word_2_kept, i);
+                const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -509,12 +432,120 @@ struct prodigy_float32_5 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
+                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+                const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_abs = abs(exp_avg);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                store(noise_kept + i, noise);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
+        // -- elements: decode, update  (specs/prodigy.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F p = load(p_at + i);
-                const F p_2 = p * one_minus_rate_times_weight_decay;       // 52  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
                 // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(exp_avg_scale_2 * (rate * exp_avg_code_2 / (254.0f - exp_avg_bend))), 1.0f / (sqrt(exp_avg_sq) + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
                 store(p_at + i, p_3);
             }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+            }
+        }
+    }
+};
+
+// model: values of the model
+template <class Grad>
+struct prodigy_float32_6 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = WHOLE;
+    static constexpr bool MATRICES = false, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // d
+        {21, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
+        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F d_2 = load(d_2_at + i);
+            store(d_at + i, d_2);
         }
     }
 };
@@ -2234,9 +2265,9 @@ struct prodigy_float32_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_beta1_times_d
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     };
@@ -2244,11 +2275,11 @@ struct prodigy_float32_safeguard_warmup_1 {
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        float *__restrict rate_at = (float *)at[1];                         // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
+        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
+        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[3];
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
         float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
         float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
         const F lr(known.scalars[0]);
@@ -2262,9 +2293,9 @@ struct prodigy_float32_safeguard_warmup_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 41  rate = d * own
             const F d_div = d / d0;
+            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
         }
@@ -2281,18 +2312,12 @@ struct prodigy_float32_safeguard_warmup_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
-        {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_d_times_one
-        {14, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_d
+        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2303,80 +2328,198 @@ struct prodigy_float32_safeguard_warmup_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
+        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
-        const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[4];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[13];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
-        const F keep1(known.scalars[6]);
-        const F gain2(known.scalars[7]);
-        const F keep2(known.scalars[8]);
-        const F keep3(known.scalars[9]);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F keep3(known.scalars[6]);
         const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
+        I s_top_kept[TILE / BLOCK];
+
+        // -- one hash for 8 elements
+        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
+            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
+            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            store(word_kept + i, word);
+            store(word_2_kept + i, word_2);
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I16 s_scale = raw(s_scale_at + b);
+            const I scale_bits = to_int(s_scale) << 15;
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = keep3 * scale;
+            store(scale_mul_kept + b, scale_mul);
+        }
+
+        // -- elements: decode, update, encode  (specs/prodigy.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            const F scale_mul(scale_mul_kept[b]);
+            I s_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const I word_2 = spread(word_2_kept, i);
+                const I word = spread(word_kept, i);
+                const F g = Grad::load(g_at + i);
+                const F g_2 = grad_scale * g;
+                const U8 s_code = raw(s_codes_at + i);
+                const F s_code_2 = counter(s_code) - 8388736.0f;
+                const F s_bend = abs(s_code_2);
+                const F p0 = load(p0_at + i);
+                const F p = load(p_at + i);
+                const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
+                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+                const F s = fma(d_over_d0_times_d_times_one, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
+                const I word_and = lane(i);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                store(s_kept + i, s);
+                store(noise_2_kept + i, noise_2);
+                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
+                store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
+            }
+            s_top_kept[b] = s_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I s_top = largest(s_top_kept + b);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
+            store(s_scale_at + b, s_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F s = load(s_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+    }
+};
+
+// a sweep: the update
+template <class Grad>
+struct prodigy_float32_safeguard_warmup_5 {
+    static constexpr int BLOCK = 64, TILE = 1024;
+    static constexpr Kind SPACE = ELEMENT;
+    static constexpr bool MATRICES = false, INDEXED = true;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // d
+        {14, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, true, false, NONE, 8},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_d
+        {22, -1, 4, WHOLE, true, false, NONE, 10},  // d_2_times_eps
+    };
+
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
+        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];           // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[6];               // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
+        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[9];
+        const float *__restrict d_2_times_eps_at = (const float *)at[10];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
+        const F grad_scale(known.scalars[5]);
+        const F moves(known.scalars[4]);
+        const F keep1(known.scalars[11]);
+        const F gain2(known.scalars[12]);
+        const F keep2(known.scalars[13]);
+        const F rate = F(*rate_at);
+        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
+        const F d = F(*d_at);
+        const F d_2_times_eps = F(*d_2_times_eps_at);
+        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
         }
 
         // -- blocks
@@ -2391,38 +2534,26 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            const F scale_mul = keep3 * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F scale_mul(scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
@@ -2433,43 +2564,27 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const F p = load(p_at + i);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
                 // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
                 const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_d_times_one, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const F s_abs = abs(s);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
+                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
         }
 
         // -- blocks
@@ -2477,7 +2592,6 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2495,46 +2609,49 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
             const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
+        }
+
+        // -- elements: decode, update  (specs/prodigy.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
+                // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
+                store(p_at + i, p_3);
+            }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -3906,9 +4023,9 @@ struct prodigy_float32_use_bias_correction_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_beta1_times_d
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     };
@@ -3916,11 +4033,11 @@ struct prodigy_float32_use_bias_correction_1 {
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        float *__restrict rate_at = (float *)at[1];                  // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
+        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
+        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[3];
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
         float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
         float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
         const F weight_decay(known.scalars[0]);
@@ -3933,9 +4050,9 @@ struct prodigy_float32_use_bias_correction_1 {
             const F d = load(d_at + i);
             const F rate = d * own;  // 41  rate = d * own
             const F d_div = d / d0;
+            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_rate_at + i, d_div * rate);
         }
@@ -3952,18 +4069,12 @@ struct prodigy_float32_use_bias_correction_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
-        {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_rate
-        {14, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_d
+        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -3974,103 +4085,50 @@ struct prodigy_float32_use_bias_correction_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
+        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
-        const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[13];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];                       // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[3];                       // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
-        const F keep1(known.scalars[6]);
-        const F gain2(known.scalars[7]);
-        const F keep2(known.scalars[8]);
-        const F keep3(known.scalars[9]);
+        const F keep3(known.scalars[6]);
         const F own(known.scalars[2]);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 0x7fffffff;
             const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
             const F scale_mul = keep3 * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(scale_mul_kept + b, scale_mul);
         }
 
@@ -4079,132 +4137,56 @@ struct prodigy_float32_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F scale_mul(scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
                 const F p = load(p_at + i);
-                const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
+                const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_rate, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const F s_abs = abs(s);
+                const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
             s_top_kept[b] = s_top;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
             const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
                 store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -4219,33 +4201,35 @@ struct prodigy_float32_use_bias_correction_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_numerator
+        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[5];
-        const F eps(known.scalars[10]);
+        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
+        const F eps(known.scalars[7]);
         const F d0(known.scalars[1]);
-        const F d_coef(known.scalars[11]);
-        const F growth_rate(known.scalars[12]);
-        const F beta3(known.scalars[13]);
+        const F d_coef(known.scalars[8]);
+        const F growth_rate(known.scalars[9]);
+        const F beta3(known.scalars[10]);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
-            const F d_denom = load(d_denom_at + i);
             const F d_max = load(d_max_at + i);
+            const F d_denom = load(d_denom_at + i);
             const F d = load(d_at + i);
             const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
             const F d_numerator = load(d_numerator_at + i);
@@ -4262,9 +4246,9 @@ struct prodigy_float32_use_bias_correction_4 {
             const F raised = where(d == d0, max(d, d_hat), d);
             // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
             const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -5049,9 +5033,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_beta1_times_d
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     };
@@ -5059,11 +5043,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        float *__restrict rate_at = (float *)at[1];                         // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
+        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
+        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[3];
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
         float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
         float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
         const F weight_decay(known.scalars[0]);
@@ -5077,9 +5061,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
             const F d = load(d_at + i);
             const F rate = d * own;  // 41  rate = d * own
             const F d_div = d / d0;
+            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
         }
@@ -5096,18 +5080,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
-        {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_d_times_one
-        {14, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_d
+        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -5118,103 +5096,51 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
+        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
-        const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[4];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[13];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
-        const F keep1(known.scalars[6]);
-        const F gain2(known.scalars[7]);
-        const F keep2(known.scalars[8]);
-        const F keep3(known.scalars[9]);
+        const F keep3(known.scalars[6]);
         const F own(known.scalars[2]);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
         const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
+            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
             const I scale_bits_2 = scale_bits & 0x7fffffff;
             const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
             const F scale_mul = keep3 * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(scale_mul_kept + b, scale_mul);
         }
 
@@ -5223,132 +5149,56 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F scale_mul(scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
                 const F p = load(p_at + i);
-                const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
+                const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_d_times_one, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const F s_abs = abs(s);
+                const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
             s_top_kept[b] = s_top;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
             const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
                 store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -5968,15 +5818,16 @@ struct prodigy_float32 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
@@ -5987,6 +5838,7 @@ struct prodigy_float32 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -6213,15 +6065,16 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
@@ -6231,7 +6084,8 @@ struct prodigy_float32_safeguard_warmup {
         stage<prodigy_float32_safeguard_warmup_2<Grad>>(),
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -6458,15 +6312,16 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
@@ -6477,6 +6332,7 @@ struct prodigy_float32_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -6703,15 +6559,16 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
@@ -6721,7 +6578,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_use_bias_correction_safeguard_warmup_2<Grad>>(),
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 

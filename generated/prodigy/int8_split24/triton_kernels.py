@@ -41,29 +41,29 @@ from optgen.runtime.triton_walk import Sweep, walk
 
 @triton.jit
 def prodigy_float32_1_values(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, gain1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 41  rate = d * own
     d_div = d / d0
+    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
 
 
 @triton.jit
 def prodigy_float32_1_round(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
     LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_1_values(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, gain1,
     )
 
@@ -75,55 +75,33 @@ def prodigy_float32_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    one_times_one_minus_beta1_times_d_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
     d_over_d0_ptr = pointer(row + 15, tl.float32, False)
     d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_1_round(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_2_tile(
-    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-    at, at_block, live, live_block, index, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live, live_block,
+    index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    one_times_one_minus_beta1_times_d = tl.load(one_times_one_minus_beta1_times_d_ptr)
+    d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
@@ -134,53 +112,11 @@ def prodigy_float32_2_tile(
     p0 = get(p0_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
-    g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
-    exp_avg_scale_mul = keep1 * exp_avg_scale
-    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
+    g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    exp_avg_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
-    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
-    word_mul = word_xor * 0x7feb352d
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
-    word_and = index & 7
-    word_add = (word_and * (word_and + 1) >> 1) + 1
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
-    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -189,33 +125,33 @@ def prodigy_float32_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
+    word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_2(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
-    gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 512,
     SWEEP: tl.constexpr = Sweep(
-        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
-        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
-        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
-        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+        37, 28, ((0, tl.float32), (1, None), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32),
+        (16, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (23,)), ("sum", (24,))),
     ),
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_float32_2_tile, SWEEP, (lr, grad_scale, moves, keep1, gain2, keep2, keep3),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, prodigy_float32_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -245,15 +181,15 @@ def prodigy_float32_3_round(
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_for_numerator_ptr = pointer(row + 19, tl.float32, False)
     d_denom_ptr = pointer(row + 20, tl.float32, False)
     tensor_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
     tensor_sum_for_d_denom_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_3_round(
         model_sum_for_numerator_ptr, d_denom_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_d_denom_ptr,
         first, end, rows, columns, LANES,
@@ -262,12 +198,12 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def prodigy_float32_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr, eps, d0,
-    d_coef, growth_rate, beta3,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
+    eps, d0, d_coef, growth_rate, beta3,
 ):
     """Values of the model."""
-    d_denom = tl.load(d_denom_ptr)
     d_max = tl.load(d_max_ptr)
+    d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
@@ -284,21 +220,21 @@ def prodigy_float32_4_values(
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
     # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
     d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)
-    tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
+    tl.store(d_2_ptr, d)
     tl.store(d_2_times_eps_ptr, d * eps)
 
 
 @triton.jit
 def prodigy_float32_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr, first,
-    end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
+    first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr, eps, d0,
-        d_coef, growth_rate, beta3,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
+        eps, d0, d_coef, growth_rate, beta3,
     )
 
 
@@ -309,39 +245,45 @@ def prodigy_float32_4(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_max_ptr = pointer(row + 10, tl.float32, False)
     d_numerator_ptr = pointer(row + 11, tl.float32, False)
-    d_2_times_eps_ptr = pointer(row + 21, tl.float32, False)
+    d_2_ptr = pointer(row + 21, tl.float32, False)
+    d_2_times_eps_ptr = pointer(row + 22, tl.float32, False)
     d_denom_ptr = pointer(row + 20, tl.float32, False)
     model_sum_for_numerator_ptr = pointer(row + 19, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr, first,
-        end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
+        first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_5_tile(
-    p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-    one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, at, at_block, live, live_block,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, d_ptr,
+    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_2_times_eps_ptr, at, at_block, live, live_block, index, grad_scale, moves, keep1, gain2, keep2,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    rate = tl.load(rate_ptr)
+    one_times_one_minus_beta1_times_d = tl.load(one_times_one_minus_beta1_times_d_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
+    g = grad_scale * g
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    rate = tl.load(rate_ptr)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -357,53 +299,99 @@ def prodigy_float32_5_tile(
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
-    p = p * one_minus_rate_times_weight_decay  # 52  p = policies.decoupled(p, rate, weight_decay)
+    g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
+    exp_avg_scale_mul = keep1 * exp_avg_scale
+    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay                      # 52  p = policies.decoupled(p, rate, weight_decay)
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend))), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (exp_avg_sq_sqrt + d_2_times_eps), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
+    exp_avg_abs = tl.abs(exp_avg)
+    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_5(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
+    keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        36, 27, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block"),
-        (13, tl.float32, "one"), (12, tl.float32, "one"), (21, tl.float32, "one")), block=64, parts=2,
+        37, 28, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (9, tl.float32, "one"), (14, tl.float32, "one"), (13, tl.float32, "one"),
+        (12, tl.float32, "one"), (22, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
     ),
 ):
     """prodigy: the tiles of one work item."""
-    walk(table, work, prodigy_float32_5_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
-
-
-@triton.jit
-def prodigy_float32_small_1_values(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, gain1,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 41  rate = d * own
-    d_div = d / d0
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_over_d0_ptr, d_div)
-    tl.store(d_over_d0_times_rate_ptr, d_div * rate)
-
-
-@triton.jit
-def prodigy_float32_small_1_round(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
-    LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_small_1_values(
-        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, gain1,
+    walk(
+        table, work, prodigy_float32_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
+
+
+@triton.jit
+def prodigy_float32_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
+    d_2 = tl.load(d_2_ptr)
+    tl.store(d_ptr, d_2)
+
+
+@triton.jit
+def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
+def prodigy_float32_6(table, work, LANES: tl.constexpr):
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 37 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    d_ptr = pointer(row + 9, tl.float32, False)
+    d_2_ptr = pointer(row + 21, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
+    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -424,7 +412,7 @@ def prodigy_float32_small_1(
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_small_1_round(
+    prodigy_float32_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1, LANES,
     )
@@ -489,48 +477,6 @@ def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_small_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
-    eps, d0, d_coef, growth_rate, beta3,
-):
-    """Values of the model."""
-    d_max = tl.load(d_max_ptr)
-    d_denom = tl.load(d_denom_ptr)
-    d = tl.load(d_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    d_numerator = tl.load(d_numerator_ptr)
-    d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)
-    tl.store(d_max_ptr, d_max)
-    tl.store(d_numerator_ptr, d_numerator)
-    tl.store(d_2_ptr, d)
-    tl.store(d_2_times_eps_ptr, d * eps)
-
-
-@triton.jit
-def prodigy_float32_small_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
-    first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_small_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
-        eps, d0, d_coef, growth_rate, beta3,
-    )
-
-
-@triton.jit
 def prodigy_float32_small_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
@@ -549,7 +495,7 @@ def prodigy_float32_small_4(
     model_sum_for_numerator_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_small_4_round(
+    prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
         first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
@@ -608,19 +554,6 @@ def prodigy_float32_small_5(
 
 
 @triton.jit
-def prodigy_float32_small_6_values(d_ptr, d_2_ptr):
-    """Values of the model."""
-    d_2 = tl.load(d_2_ptr)
-    tl.store(d_ptr, d_2)
-
-
-@triton.jit
-def prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """All values of the model."""
-    prodigy_float32_small_6_values(d_ptr, d_2_ptr)
-
-
-@triton.jit
 def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -631,7 +564,7 @@ def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
     d_2_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
+    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -652,7 +585,7 @@ def prodigy_bfloat16_1(
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_small_1_round(
+    prodigy_float32_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1, LANES,
     )
@@ -762,7 +695,7 @@ def prodigy_bfloat16_4(
     model_sum_for_numerator_ptr = pointer(row + 20, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_small_4_round(
+    prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
         first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
@@ -898,7 +831,7 @@ def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
     d_2_ptr = pointer(row + 22, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
+    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -919,7 +852,7 @@ def prodigy_bfloat16_small_1(
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_small_1_round(
+    prodigy_float32_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1, LANES,
     )
@@ -1005,7 +938,7 @@ def prodigy_bfloat16_small_4(
     model_sum_for_numerator_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_small_4_round(
+    prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_numerator_ptr,
         first, end, rows, columns, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
@@ -1088,7 +1021,7 @@ def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
     d_2_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
+    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1432,29 +1365,29 @@ def prodigy_float16_small_5(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_values(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, lr, weight_decay, d0, gain1, moves,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 41  rate = d * own
     d_div = d / d0
+    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_times_one_ptr, d_div * (d * moves))
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_round(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
     moves, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_1_values(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, lr, weight_decay, d0, gain1, moves,
     )
 
@@ -1466,19 +1399,19 @@ def prodigy_float32_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    one_times_one_minus_beta1_times_d_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
     d_over_d0_ptr = pointer(row + 15, tl.float32, False)
     d_over_d0_times_d_times_one_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_safeguard_warmup_1_round(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
         moves, LANES,
     )
@@ -1486,36 +1419,14 @@ def prodigy_float32_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
-    one_times_one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index, lr, grad_scale, moves,
-    keep1, gain2, keep2, keep3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block, live,
+    live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    one_times_one_minus_beta1_times_d = tl.load(one_times_one_minus_beta1_times_d_ptr)
+    d_over_d0_times_d_times_one = tl.load(d_over_d0_times_d_times_one_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    d_over_d0_times_d_times_one = tl.load(d_over_d0_times_d_times_one_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
@@ -1526,53 +1437,11 @@ def prodigy_float32_safeguard_warmup_2_tile(
     p0 = get(p0_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
-    g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
-    exp_avg_scale_mul = keep1 * exp_avg_scale
-    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
+    g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    exp_avg_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
-    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
-    word_mul = word_xor * 0x7feb352d
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
-    word_and = index & 7
-    word_add = (word_and * (word_and + 1) >> 1) + 1
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
-    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -1581,62 +1450,33 @@ def prodigy_float32_safeguard_warmup_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
+    word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_safeguard_warmup_2(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
-    gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 512,
     SWEEP: tl.constexpr = Sweep(
-        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
-        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
-        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
-        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+        37, 28, ((0, tl.float32), (1, None), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32),
+        (16, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (23,)), ("sum", (24,))),
     ),
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_float32_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep1, gain2, keep2,
-        keep3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def prodigy_float32_safeguard_warmup_small_1_values(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, lr, weight_decay, d0, gain1, moves,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 41  rate = d * own
-    d_div = d / d0
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_over_d0_ptr, d_div)
-    tl.store(d_over_d0_times_d_times_one_ptr, d_div * (d * moves))
-
-
-@triton.jit
-def prodigy_float32_safeguard_warmup_small_1_round(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
-    moves, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_safeguard_warmup_small_1_values(
-        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, lr, weight_decay, d0, gain1, moves,
+        table, work, prodigy_float32_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1658,7 +1498,7 @@ def prodigy_float32_safeguard_warmup_small_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_safeguard_warmup_small_1_round(
+    prodigy_float32_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
         moves, LANES,
@@ -1722,7 +1562,7 @@ def prodigy_bfloat16_safeguard_warmup_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_safeguard_warmup_small_1_round(
+    prodigy_float32_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
         moves, LANES,
@@ -1814,7 +1654,7 @@ def prodigy_bfloat16_safeguard_warmup_small_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_safeguard_warmup_small_1_round(
+    prodigy_float32_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, lr, weight_decay, d0, gain1,
         moves, LANES,
@@ -1988,29 +1828,29 @@ def prodigy_float16_safeguard_warmup_small_2(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_values(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_rate_ptr, weight_decay, d0, own, gain1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * own  # 41  rate = d * own
     d_div = d / d0
+    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_round(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
     LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_1_values(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, weight_decay, d0, own, gain1,
     )
 
@@ -2022,55 +1862,33 @@ def prodigy_float32_use_bias_correction_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    one_times_one_minus_beta1_times_d_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
     d_over_d0_ptr = pointer(row + 15, tl.float32, False)
     d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_1_round(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_2_tile(
-    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-    at, at_block, live, live_block, index, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live, live_block,
+    index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    one_times_one_minus_beta1_times_d = tl.load(one_times_one_minus_beta1_times_d_ptr)
+    d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
@@ -2081,53 +1899,11 @@ def prodigy_float32_use_bias_correction_2_tile(
     p0 = get(p0_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
-    g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
-    exp_avg_scale_mul = keep1 * exp_avg_scale
-    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
+    g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    exp_avg_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
-    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
-    word_mul = word_xor * 0x7feb352d
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
-    word_and = index & 7
-    word_add = (word_and * (word_and + 1) >> 1) + 1
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
-    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2136,62 +1912,33 @@ def prodigy_float32_use_bias_correction_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
+    word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_2(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
-    keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 512,
     SWEEP: tl.constexpr = Sweep(
-        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
-        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
-        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
-        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+        37, 28, ((0, tl.float32), (1, None), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32),
+        (16, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (23,)), ("sum", (24,))),
     ),
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_float32_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2,
-        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_small_1_values(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, weight_decay, d0, own, gain1,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * own  # 41  rate = d * own
-    d_div = d / d0
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_over_d0_ptr, d_div)
-    tl.store(d_over_d0_times_rate_ptr, d_div * rate)
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_small_1_round(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
-    LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_use_bias_correction_small_1_values(
-        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, weight_decay, d0, own, gain1,
+        table, work, prodigy_float32_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -2213,7 +1960,7 @@ def prodigy_float32_use_bias_correction_small_1(
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_use_bias_correction_small_1_round(
+    prodigy_float32_use_bias_correction_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1, LANES,
     )
@@ -2276,7 +2023,7 @@ def prodigy_bfloat16_use_bias_correction_1(
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_use_bias_correction_small_1_round(
+    prodigy_float32_use_bias_correction_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1, LANES,
     )
@@ -2366,7 +2113,7 @@ def prodigy_bfloat16_use_bias_correction_small_1(
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_use_bias_correction_small_1_round(
+    prodigy_float32_use_bias_correction_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, weight_decay, d0, own, gain1, LANES,
     )
@@ -2538,29 +2285,29 @@ def prodigy_float16_use_bias_correction_small_2(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, weight_decay, d0, own, gain1, moves,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * own  # 41  rate = d * own
     d_div = d / d0
+    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_times_one_ptr, d_div * (d * moves))
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-    d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
     d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
     moves, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, weight_decay, d0, own, gain1, moves,
     )
 
@@ -2572,19 +2319,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    one_times_one_minus_beta1_times_d_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
     d_over_d0_ptr = pointer(row + 15, tl.float32, False)
     d_over_d0_times_d_times_one_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-        d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_d_ptr,
+        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
         moves, LANES,
     )
@@ -2592,36 +2339,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
-    one_times_one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index, grad_scale, moves, keep1,
-    gain2, keep2, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block, live,
+    live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    one_times_one_minus_beta1_times_d = tl.load(one_times_one_minus_beta1_times_d_ptr)
+    d_over_d0_times_d_times_one = tl.load(d_over_d0_times_d_times_one_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    d_over_d0_times_d_times_one = tl.load(d_over_d0_times_d_times_one_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
@@ -2632,53 +2357,11 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     p0 = get(p0_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
-    g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
-    exp_avg_scale_mul = keep1 * exp_avg_scale
-    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
+    g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    exp_avg_abs = tl.abs(exp_avg)
-    exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
-    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
-    word_mul = word_xor * 0x7feb352d
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
-    word_and = index & 7
-    word_add = (word_and * (word_and + 1) >> 1) + 1
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
-    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2687,62 +2370,33 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
+    word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_safeguard_warmup_2(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
-    keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 512,
     SWEEP: tl.constexpr = Sweep(
-        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
-        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
-        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
-        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+        37, 28, ((0, tl.float32), (1, None), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32),
+        (16, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (23,)), ("sum", (24,))),
     ),
 ):
     """prodigy: the tiles of one work item."""
     walk(
         table, work, prodigy_float32_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
-        keep1, gain2, keep2, keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, weight_decay, d0, own, gain1, moves,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * own  # 41  rate = d * own
-    d_div = d / d0
-    tl.store(one_times_one_minus_beta1_times_d_ptr, gain1 * d)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_over_d0_ptr, d_div)
-    tl.store(d_over_d0_times_d_times_one_ptr, d_div * (d * moves))
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-    d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
-    moves, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-        d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, weight_decay, d0, own, gain1, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -2764,7 +2418,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
+    prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
         moves, LANES,
@@ -2828,7 +2482,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 27)
     columns = tl.load(row + 28)
-    prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
+    prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
         moves, LANES,
@@ -2920,7 +2574,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1(
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
+    prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
         d_ptr, one_times_one_minus_beta1_times_d_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
         d_over_d0_ptr, d_over_d0_times_d_times_one_ptr, first, end, rows, columns, weight_decay, d0, own, gain1,
         moves, LANES,
@@ -3128,22 +2782,25 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "prodigy_float32_5": {"maxnreg": 64},
+    "prodigy_float32_2": {"maxnreg": 136},
     "prodigy_float32_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_2": {"maxnreg": 136},
     "prodigy_bfloat16_small_2": {"maxnreg": 96},
     "prodigy_float16_2": {"maxnreg": 136},
     "prodigy_float16_small_2": {"maxnreg": 96},
+    "prodigy_float32_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_float32_use_bias_correction_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_small_2": {"maxnreg": 96},
     "prodigy_float16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_float16_use_bias_correction_small_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},

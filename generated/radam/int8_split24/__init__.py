@@ -19,9 +19,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -147,9 +148,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
 VARIANTS = (
     Variant(
         function="radam_float32",
-        step="radam_float32",
+        step="radam",
         kernel="radam_float32",
-        codec="radam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -167,12 +167,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="radam_float32_small",
-        step="radam_float32_small",
+        step="radam",
         kernel="radam_float32_small",
-        codec="radam_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -188,12 +188,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="radam_bfloat16",
-        step="radam_bfloat16",
+        step="radam",
         kernel="radam_bfloat16",
-        codec="radam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -212,12 +212,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="radam_bfloat16_small",
-        step="radam_bfloat16_small",
+        step="radam",
         kernel="radam_bfloat16_small",
-        codec="radam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -234,12 +234,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="radam_float16",
-        step="radam_float16",
+        step="radam",
         kernel="radam_float16",
-        codec="radam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': False},
@@ -258,12 +258,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="radam_float16_small",
-        step="radam_float16_small",
+        step="radam",
         kernel="radam_float16_small",
-        codec="radam_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': False},
@@ -280,12 +280,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="radam_float32_decoupled_weight_decay",
-        step="radam_float32_decoupled_weight_decay",
+        step="radam_decoupled_weight_decay",
         kernel="radam_float32_decoupled_weight_decay",
-        codec="radam_float32",
         param="float32",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -303,12 +303,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="radam_float32_decoupled_weight_decay_small",
-        step="radam_float32_decoupled_weight_decay_small",
+        step="radam_decoupled_weight_decay",
         kernel="radam_float32_decoupled_weight_decay_small",
-        codec="radam_float32_small",
         param="float32",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -324,12 +324,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="radam_bfloat16_decoupled_weight_decay",
-        step="radam_bfloat16_decoupled_weight_decay",
+        step="radam_decoupled_weight_decay",
         kernel="radam_bfloat16_decoupled_weight_decay",
-        codec="radam_bfloat16",
         param="bfloat16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -348,12 +348,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="radam_bfloat16_decoupled_weight_decay_small",
-        step="radam_bfloat16_decoupled_weight_decay_small",
+        step="radam_decoupled_weight_decay",
         kernel="radam_bfloat16_decoupled_weight_decay_small",
-        codec="radam_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -370,12 +370,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="radam_float16_decoupled_weight_decay",
-        step="radam_float16_decoupled_weight_decay",
+        step="radam_decoupled_weight_decay",
         kernel="radam_float16_decoupled_weight_decay",
-        codec="radam_float16",
         param="float16",
         small=False,
         flags={'decoupled_weight_decay': True},
@@ -394,12 +394,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="radam_float16_decoupled_weight_decay_small",
-        step="radam_float16_decoupled_weight_decay_small",
+        step="radam_decoupled_weight_decay",
         kernel="radam_float16_decoupled_weight_decay_small",
-        codec="radam_float16_small",
         param="float16",
         small=True,
         flags={'decoupled_weight_decay': True},
@@ -416,5 +416,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

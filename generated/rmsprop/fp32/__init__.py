@@ -13,8 +13,9 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -47,9 +48,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum
 VARIANTS = (
     Variant(
         function="rmsprop_float32",
-        step="rmsprop_float32",
+        step="rmsprop",
         kernel="rmsprop_float32",
-        codec="rmsprop_float32",
         param="float32",
         small=False,
         flags={'centered': False, 'has_momentum': False},
@@ -64,12 +64,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rmsprop_bfloat16",
-        step="rmsprop_bfloat16",
+        step="rmsprop",
         kernel="rmsprop_bfloat16",
-        codec="rmsprop_bfloat16",
         param="bfloat16",
         small=False,
         flags={'centered': False, 'has_momentum': False},
@@ -84,12 +84,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="rmsprop_float16",
-        step="rmsprop_float16",
+        step="rmsprop",
         kernel="rmsprop_float16",
-        codec="rmsprop_float16",
         param="float16",
         small=False,
         flags={'centered': False, 'has_momentum': False},
@@ -104,12 +104,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="rmsprop_float32_has_momentum",
-        step="rmsprop_float32_has_momentum",
+        step="rmsprop_has_momentum",
         kernel="rmsprop_float32_has_momentum",
-        codec="rmsprop_float32_has_momentum",
         param="float32",
         small=False,
         flags={'centered': False, 'has_momentum': True},
@@ -125,12 +125,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rmsprop_bfloat16_has_momentum",
-        step="rmsprop_bfloat16_has_momentum",
+        step="rmsprop_has_momentum",
         kernel="rmsprop_bfloat16_has_momentum",
-        codec="rmsprop_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'centered': False, 'has_momentum': True},
@@ -146,12 +146,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="rmsprop_float16_has_momentum",
-        step="rmsprop_float16_has_momentum",
+        step="rmsprop_has_momentum",
         kernel="rmsprop_float16_has_momentum",
-        codec="rmsprop_float16_has_momentum",
         param="float16",
         small=False,
         flags={'centered': False, 'has_momentum': True},
@@ -167,12 +167,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="rmsprop_float32_centered",
-        step="rmsprop_float32_centered",
+        step="rmsprop_centered",
         kernel="rmsprop_float32_centered",
-        codec="rmsprop_float32_centered",
         param="float32",
         small=False,
         flags={'centered': True, 'has_momentum': False},
@@ -188,12 +188,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rmsprop_bfloat16_centered",
-        step="rmsprop_bfloat16_centered",
+        step="rmsprop_centered",
         kernel="rmsprop_bfloat16_centered",
-        codec="rmsprop_bfloat16_centered",
         param="bfloat16",
         small=False,
         flags={'centered': True, 'has_momentum': False},
@@ -209,12 +209,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="rmsprop_float16_centered",
-        step="rmsprop_float16_centered",
+        step="rmsprop_centered",
         kernel="rmsprop_float16_centered",
-        codec="rmsprop_float16_centered",
         param="float16",
         small=False,
         flags={'centered': True, 'has_momentum': False},
@@ -230,12 +230,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="rmsprop_float32_centered_has_momentum",
-        step="rmsprop_float32_centered_has_momentum",
+        step="rmsprop_centered_has_momentum",
         kernel="rmsprop_float32_centered_has_momentum",
-        codec="rmsprop_float32_centered_has_momentum",
         param="float32",
         small=False,
         flags={'centered': True, 'has_momentum': True},
@@ -252,12 +252,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rmsprop_bfloat16_centered_has_momentum",
-        step="rmsprop_bfloat16_centered_has_momentum",
+        step="rmsprop_centered_has_momentum",
         kernel="rmsprop_bfloat16_centered_has_momentum",
-        codec="rmsprop_bfloat16_centered_has_momentum",
         param="bfloat16",
         small=False,
         flags={'centered': True, 'has_momentum': True},
@@ -274,12 +274,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="rmsprop_float16_centered_has_momentum",
-        step="rmsprop_float16_centered_has_momentum",
+        step="rmsprop_centered_has_momentum",
         kernel="rmsprop_float16_centered_has_momentum",
-        codec="rmsprop_float16_centered_has_momentum",
         param="float16",
         small=False,
         flags={'centered': True, 'has_momentum': True},
@@ -296,5 +296,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -32,9 +33,8 @@ def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
 VARIANTS = (
     Variant(
         function="rprop_float32",
-        step="rprop_float32",
+        step="rprop",
         kernel="rprop_float32",
-        codec="rprop_float32",
         param="float32",
         small=False,
         flags={},
@@ -50,12 +50,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rprop_bfloat16",
-        step="rprop_bfloat16",
+        step="rprop",
         kernel="rprop_bfloat16",
-        codec="rprop_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -71,12 +71,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="rprop_float16",
-        step="rprop_float16",
+        step="rprop",
         kernel="rprop_float16",
-        codec="rprop_float16",
         param="float16",
         small=False,
         flags={},
@@ -92,5 +92,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -35,9 +36,8 @@ def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
 VARIANTS = (
     Variant(
         function="rprop_float32",
-        step="rprop_float32",
+        step="rprop",
         kernel="rprop_float32",
-        codec="rprop_float32",
         param="float32",
         small=False,
         flags={},
@@ -55,12 +55,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="rprop_float32_small",
-        step="rprop_float32_small",
+        step="rprop",
         kernel="rprop_float32_small",
-        codec="rprop_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -76,12 +76,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="rprop_bfloat16",
-        step="rprop_bfloat16",
+        step="rprop",
         kernel="rprop_bfloat16",
-        codec="rprop_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -100,12 +100,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="rprop_bfloat16_small",
-        step="rprop_bfloat16_small",
+        step="rprop",
         kernel="rprop_bfloat16_small",
-        codec="rprop_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -122,12 +122,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="rprop_float16",
-        step="rprop_float16",
+        step="rprop",
         kernel="rprop_float16",
-        codec="rprop_float16",
         param="float16",
         small=False,
         flags={},
@@ -146,12 +146,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="rprop_float16_small",
-        step="rprop_float16_small",
+        step="rprop",
         kernel="rprop_float16_small",
-        codec="rprop_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -168,5 +168,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

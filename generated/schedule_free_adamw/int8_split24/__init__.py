@@ -18,9 +18,10 @@
 #   traffic   18.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, larger, power, root, smaller
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -67,9 +68,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, warmup_ste
 VARIANTS = (
     Variant(
         function="schedule_free_adamw_float32",
-        step="schedule_free_adamw_float32",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_float32",
-        codec="schedule_free_adamw_float32",
         param="float32",
         small=False,
         flags={},
@@ -86,12 +86,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="schedule_free_adamw_float32_small",
-        step="schedule_free_adamw_float32_small",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_float32_small",
-        codec="schedule_free_adamw_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -107,12 +107,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(),
     ),
     Variant(
         function="schedule_free_adamw_bfloat16",
-        step="schedule_free_adamw_bfloat16",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_bfloat16",
-        codec="schedule_free_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -130,12 +130,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="schedule_free_adamw_bfloat16_small",
-        step="schedule_free_adamw_bfloat16_small",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_bfloat16_small",
-        codec="schedule_free_adamw_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -152,12 +152,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="schedule_free_adamw_float16",
-        step="schedule_free_adamw_float16",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_float16",
-        codec="schedule_free_adamw_float16",
         param="float16",
         small=False,
         flags={},
@@ -175,12 +175,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="schedule_free_adamw_float16_small",
-        step="schedule_free_adamw_float16_small",
+        step="schedule_free_adamw",
         kernel="schedule_free_adamw_float16_small",
-        codec="schedule_free_adamw_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -197,5 +197,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -13,9 +13,10 @@
 #   traffic   16 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, larger, power, smaller
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -48,9 +49,8 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, warmup_steps
 VARIANTS = (
     Variant(
         function="schedule_free_sgd_float32",
-        step="schedule_free_sgd_float32",
+        step="schedule_free_sgd",
         kernel="schedule_free_sgd_float32",
-        codec="schedule_free_sgd_float32",
         param="float32",
         small=False,
         flags={},
@@ -65,12 +65,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(),
     ),
     Variant(
         function="schedule_free_sgd_bfloat16",
-        step="schedule_free_sgd_bfloat16",
+        step="schedule_free_sgd",
         kernel="schedule_free_sgd_bfloat16",
-        codec="schedule_free_sgd_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -86,12 +86,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="schedule_free_sgd_float16",
-        step="schedule_free_sgd_float16",
+        step="schedule_free_sgd",
         kernel="schedule_free_sgd_float16",
-        codec="schedule_free_sgd_float16",
         param="float16",
         small=False,
         flags={},
@@ -107,5 +107,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
         init={'z': 'param'},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

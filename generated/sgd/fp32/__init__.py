@@ -11,9 +11,10 @@
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -76,9 +77,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 VARIANTS = (
     Variant(
         function="sgd_float32",
-        step="sgd_float32",
+        step="sgd",
         kernel="sgd_float32",
-        codec="sgd_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -92,12 +92,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgd_bfloat16",
-        step="sgd_bfloat16",
+        step="sgd",
         kernel="sgd_bfloat16",
-        codec="sgd_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -111,12 +111,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgd_float16",
-        step="sgd_float16",
+        step="sgd",
         kernel="sgd_float16",
-        codec="sgd_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -130,12 +130,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sgd_float32_has_momentum",
-        step="sgd_float32_has_momentum",
+        step="sgd_has_momentum",
         kernel="sgd_float32_has_momentum",
-        codec="sgd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -150,12 +150,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgd_bfloat16_has_momentum",
-        step="sgd_bfloat16_has_momentum",
+        step="sgd_has_momentum",
         kernel="sgd_bfloat16_has_momentum",
-        codec="sgd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -170,12 +170,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgd_float16_has_momentum",
-        step="sgd_float16_has_momentum",
+        step="sgd_has_momentum",
         kernel="sgd_float16_has_momentum",
-        codec="sgd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -190,12 +190,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sgd_float32_nesterov_has_momentum",
-        step="sgd_float32_nesterov_has_momentum",
+        step="sgd_nesterov_has_momentum",
         kernel="sgd_float32_nesterov_has_momentum",
-        codec="sgd_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -210,12 +210,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgd_bfloat16_nesterov_has_momentum",
-        step="sgd_bfloat16_nesterov_has_momentum",
+        step="sgd_nesterov_has_momentum",
         kernel="sgd_bfloat16_nesterov_has_momentum",
-        codec="sgd_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -230,12 +230,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgd_float16_nesterov_has_momentum",
-        step="sgd_float16_nesterov_has_momentum",
+        step="sgd_nesterov_has_momentum",
         kernel="sgd_float16_nesterov_has_momentum",
-        codec="sgd_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -250,5 +250,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -13,9 +13,10 @@
 #   traffic   20 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import divide
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -93,9 +94,8 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
 VARIANTS = (
     Variant(
         function="sgdp_float32",
-        step="sgdp_float32",
+        step="sgdp",
         kernel="sgdp_float32",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -110,6 +110,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -142,9 +143,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16",
-        step="sgdp_bfloat16",
+        step="sgdp",
         kernel="sgdp_bfloat16",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -159,6 +159,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -191,9 +192,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16",
-        step="sgdp_float16",
+        step="sgdp",
         kernel="sgdp_float16",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -208,6 +208,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -240,9 +241,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_no_projected",
-        step="sgdp_float32_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_float32_no_projected",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -257,12 +257,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdp_bfloat16_no_projected",
-        step="sgdp_bfloat16_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_bfloat16_no_projected",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -277,12 +277,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgdp_float16_no_projected",
-        step="sgdp_float16_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_float16_no_projected",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -297,12 +297,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sgdp_float32_nesterov",
-        step="sgdp_float32_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_float32_nesterov",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -317,6 +317,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -349,9 +350,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16_nesterov",
-        step="sgdp_bfloat16_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_bfloat16_nesterov",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -366,6 +366,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -398,9 +399,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16_nesterov",
-        step="sgdp_float16_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_float16_nesterov",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -415,6 +415,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -447,9 +448,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_nesterov_no_projected",
-        step="sgdp_float32_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float32_nesterov_no_projected",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -464,12 +464,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdp_bfloat16_nesterov_no_projected",
-        step="sgdp_bfloat16_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_bfloat16_nesterov_no_projected",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -484,12 +484,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgdp_float16_nesterov_no_projected",
-        step="sgdp_float16_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float16_nesterov_no_projected",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -504,5 +504,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

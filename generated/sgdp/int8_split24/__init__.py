@@ -13,9 +13,10 @@
 #   traffic   14.0938 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import divide
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -112,9 +113,8 @@ def kernel_scalars_6(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
 VARIANTS = (
     Variant(
         function="sgdp_float32",
-        step="sgdp_float32",
+        step="sgdp",
         kernel="sgdp_float32",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -130,6 +130,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),), early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -162,9 +163,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_small",
-        step="sgdp_float32_small",
+        step="sgdp",
         kernel="sgdp_float32_small",
-        codec="sgdp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -179,6 +179,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -211,9 +212,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16",
-        step="sgdp_bfloat16",
+        step="sgdp",
         kernel="sgdp_bfloat16",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -230,6 +230,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -262,9 +263,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16_small",
-        step="sgdp_bfloat16_small",
+        step="sgdp",
         kernel="sgdp_bfloat16_small",
-        codec="sgdp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -280,6 +280,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -312,9 +313,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16",
-        step="sgdp_float16",
+        step="sgdp",
         kernel="sgdp_float16",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': True},
@@ -331,6 +331,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -363,9 +364,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16_small",
-        step="sgdp_float16_small",
+        step="sgdp",
         kernel="sgdp_float16_small",
-        codec="sgdp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': False, 'projected': True},
@@ -381,6 +381,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('momentum_buffer',)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -413,9 +414,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_no_projected",
-        step="sgdp_float32_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_float32_no_projected",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -431,12 +431,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sgdp_float32_no_projected_small",
-        step="sgdp_float32_no_projected_small",
+        step="sgdp_no_projected",
         kernel="sgdp_float32_no_projected_small",
-        codec="sgdp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -451,12 +451,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdp_bfloat16_no_projected",
-        step="sgdp_bfloat16_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_bfloat16_no_projected",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -473,12 +473,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sgdp_bfloat16_no_projected_small",
-        step="sgdp_bfloat16_no_projected_small",
+        step="sgdp_no_projected",
         kernel="sgdp_bfloat16_no_projected_small",
-        codec="sgdp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -494,12 +494,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sgdp_float16_no_projected",
-        step="sgdp_float16_no_projected",
+        step="sgdp_no_projected",
         kernel="sgdp_float16_no_projected",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'projected': False},
@@ -516,12 +516,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sgdp_float16_no_projected_small",
-        step="sgdp_float16_no_projected_small",
+        step="sgdp_no_projected",
         kernel="sgdp_float16_no_projected_small",
-        codec="sgdp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': False, 'projected': False},
@@ -537,12 +537,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sgdp_float32_nesterov",
-        step="sgdp_float32_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_float32_nesterov",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -558,6 +558,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -590,9 +591,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_nesterov_small",
-        step="sgdp_float32_nesterov_small",
+        step="sgdp_nesterov",
         kernel="sgdp_float32_nesterov_small",
-        codec="sgdp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -607,6 +607,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -639,9 +640,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16_nesterov",
-        step="sgdp_bfloat16_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_bfloat16_nesterov",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -658,6 +658,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -690,9 +691,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_bfloat16_nesterov_small",
-        step="sgdp_bfloat16_nesterov_small",
+        step="sgdp_nesterov",
         kernel="sgdp_bfloat16_nesterov_small",
-        codec="sgdp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -708,6 +708,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -740,9 +741,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16_nesterov",
-        step="sgdp_float16_nesterov",
+        step="sgdp_nesterov",
         kernel="sgdp_float16_nesterov",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': True},
@@ -759,6 +759,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -791,9 +792,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float16_nesterov_small",
-        step="sgdp_float16_nesterov_small",
+        step="sgdp_nesterov",
         kernel="sgdp_float16_nesterov_small",
-        codec="sgdp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': True, 'projected': True},
@@ -809,6 +809,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         matrix="first",
         temps=(
             Temp("row_sum_for_invariant", "row", "row_sum", "elem"),
@@ -841,9 +842,8 @@ VARIANTS = (
     ),
     Variant(
         function="sgdp_float32_nesterov_no_projected",
-        step="sgdp_float32_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float32_nesterov_no_projected",
-        codec="sgdp_float32",
         param="float32",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -859,12 +859,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sgdp_float32_nesterov_no_projected_small",
-        step="sgdp_float32_nesterov_no_projected_small",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float32_nesterov_no_projected_small",
-        codec="sgdp_float32_small",
         param="float32",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -879,12 +879,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdp_bfloat16_nesterov_no_projected",
-        step="sgdp_bfloat16_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_bfloat16_nesterov_no_projected",
-        codec="sgdp_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -901,12 +901,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sgdp_bfloat16_nesterov_no_projected_small",
-        step="sgdp_bfloat16_nesterov_no_projected_small",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_bfloat16_nesterov_no_projected_small",
-        codec="sgdp_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -922,12 +922,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sgdp_float16_nesterov_no_projected",
-        step="sgdp_float16_nesterov_no_projected",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float16_nesterov_no_projected",
-        codec="sgdp_float16",
         param="float16",
         small=False,
         flags={'nesterov': True, 'projected': False},
@@ -944,12 +944,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sgdp_float16_nesterov_no_projected_small",
-        step="sgdp_float16_nesterov_no_projected_small",
+        step="sgdp_nesterov_no_projected",
         kernel="sgdp_float16_nesterov_no_projected_small",
-        codec="sgdp_float16_small",
         param="float16",
         small=True,
         flags={'nesterov': True, 'projected': False},
@@ -965,5 +965,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -11,9 +11,10 @@
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -86,9 +87,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 VARIANTS = (
     Variant(
         function="sgdw_float32",
-        step="sgdw_float32",
+        step="sgdw",
         kernel="sgdw_float32",
-        codec="sgdw_float32",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -102,12 +102,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdw_bfloat16",
-        step="sgdw_bfloat16",
+        step="sgdw",
         kernel="sgdw_bfloat16",
-        codec="sgdw_bfloat16",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -121,12 +121,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgdw_float16",
-        step="sgdw_float16",
+        step="sgdw",
         kernel="sgdw_float16",
-        codec="sgdw_float16",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': False},
@@ -140,12 +140,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sgdw_float32_has_momentum",
-        step="sgdw_float32_has_momentum",
+        step="sgdw_has_momentum",
         kernel="sgdw_float32_has_momentum",
-        codec="sgdw_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -160,12 +160,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdw_bfloat16_has_momentum",
-        step="sgdw_bfloat16_has_momentum",
+        step="sgdw_has_momentum",
         kernel="sgdw_bfloat16_has_momentum",
-        codec="sgdw_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -180,12 +180,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgdw_float16_has_momentum",
-        step="sgdw_float16_has_momentum",
+        step="sgdw_has_momentum",
         kernel="sgdw_float16_has_momentum",
-        codec="sgdw_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
@@ -200,12 +200,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sgdw_float32_nesterov_has_momentum",
-        step="sgdw_float32_nesterov_has_momentum",
+        step="sgdw_nesterov_has_momentum",
         kernel="sgdw_float32_nesterov_has_momentum",
-        codec="sgdw_float32_has_momentum",
         param="float32",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -220,12 +220,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sgdw_bfloat16_nesterov_has_momentum",
-        step="sgdw_bfloat16_nesterov_has_momentum",
+        step="sgdw_nesterov_has_momentum",
         kernel="sgdw_bfloat16_nesterov_has_momentum",
-        codec="sgdw_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -240,12 +240,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sgdw_float16_nesterov_has_momentum",
-        step="sgdw_float16_nesterov_has_momentum",
+        step="sgdw_nesterov_has_momentum",
         kernel="sgdw_float16_nesterov_has_momentum",
-        codec="sgdw_float16_has_momentum",
         param="float16",
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
@@ -260,5 +260,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

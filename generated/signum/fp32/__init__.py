@@ -11,8 +11,9 @@
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -47,9 +48,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
 VARIANTS = (
     Variant(
         function="signum_float32",
-        step="signum_float32",
+        step="signum",
         kernel="signum_float32",
-        codec="signum_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False},
@@ -63,12 +63,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="signum_bfloat16",
-        step="signum_bfloat16",
+        step="signum",
         kernel="signum_bfloat16",
-        codec="signum_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False},
@@ -82,12 +82,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="signum_float16",
-        step="signum_float16",
+        step="signum",
         kernel="signum_float16",
-        codec="signum_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False},
@@ -101,12 +101,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="signum_float32_has_momentum",
-        step="signum_float32_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_float32_has_momentum",
-        codec="signum_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True},
@@ -121,12 +121,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="signum_bfloat16_has_momentum",
-        step="signum_bfloat16_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_bfloat16_has_momentum",
-        codec="signum_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True},
@@ -141,12 +141,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="signum_float16_has_momentum",
-        step="signum_float16_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_float16_has_momentum",
-        codec="signum_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True},
@@ -161,5 +161,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

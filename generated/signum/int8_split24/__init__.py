@@ -11,8 +11,9 @@
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -47,9 +48,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
 VARIANTS = (
     Variant(
         function="signum_float32",
-        step="signum_float32",
+        step="signum",
         kernel="signum_float32",
-        codec="signum_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False},
@@ -63,12 +63,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="signum_bfloat16",
-        step="signum_bfloat16",
+        step="signum",
         kernel="signum_bfloat16",
-        codec="signum_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False},
@@ -83,12 +83,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="signum_float16",
-        step="signum_float16",
+        step="signum",
         kernel="signum_float16",
-        codec="signum_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False},
@@ -103,12 +103,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="signum_float32_has_momentum",
-        step="signum_float32_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_float32_has_momentum",
-        codec="signum_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True},
@@ -124,12 +124,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="signum_float32_has_momentum_small",
-        step="signum_float32_has_momentum_small",
+        step="signum_has_momentum",
         kernel="signum_float32_has_momentum_small",
-        codec="signum_float32_has_momentum_small",
         param="float32",
         small=True,
         flags={'has_momentum': True},
@@ -144,12 +144,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="signum_bfloat16_has_momentum",
-        step="signum_bfloat16_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_bfloat16_has_momentum",
-        codec="signum_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True},
@@ -166,12 +166,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="signum_bfloat16_has_momentum_small",
-        step="signum_bfloat16_has_momentum_small",
+        step="signum_has_momentum",
         kernel="signum_bfloat16_has_momentum_small",
-        codec="signum_bfloat16_has_momentum_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': True},
@@ -187,12 +187,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="signum_float16_has_momentum",
-        step="signum_float16_has_momentum",
+        step="signum_has_momentum",
         kernel="signum_float16_has_momentum",
-        codec="signum_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True},
@@ -209,12 +209,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="signum_float16_has_momentum_small",
-        step="signum_float16_has_momentum_small",
+        step="signum_has_momentum",
         kernel="signum_float16_has_momentum_small",
-        codec="signum_float16_has_momentum_small",
         param="float16",
         small=True,
         flags={'has_momentum': True},
@@ -230,5 +230,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -15,8 +15,9 @@
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -53,9 +54,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
 VARIANTS = (
     Variant(
         function="sm3_float32",
-        step="sm3_float32",
+        step="sm3",
         kernel="sm3_float32",
-        codec="sm3_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -71,6 +71,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -83,9 +84,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_bfloat16",
-        step="sm3_bfloat16",
+        step="sm3",
         kernel="sm3_bfloat16",
-        codec="sm3_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -101,6 +101,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -113,9 +114,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float16",
-        step="sm3_float16",
+        step="sm3",
         kernel="sm3_float16",
-        codec="sm3_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -131,6 +131,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -143,9 +144,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float32_no_factored",
-        step="sm3_float32_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_float32_no_factored",
-        codec="sm3_float32_no_factored",
         param="float32",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -160,12 +160,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sm3_bfloat16_no_factored",
-        step="sm3_bfloat16_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_bfloat16_no_factored",
-        codec="sm3_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -180,12 +180,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sm3_float16_no_factored",
-        step="sm3_float16_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_float16_no_factored",
-        codec="sm3_float16_no_factored",
         param="float16",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -200,12 +200,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
     Variant(
         function="sm3_float32_has_momentum",
-        step="sm3_float32_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_float32_has_momentum",
-        codec="sm3_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -222,6 +222,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -234,9 +235,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_bfloat16_has_momentum",
-        step="sm3_bfloat16_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_bfloat16_has_momentum",
-        codec="sm3_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -253,6 +253,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -265,9 +266,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float16_has_momentum",
-        step="sm3_float16_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_float16_has_momentum",
-        codec="sm3_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -284,6 +284,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -296,9 +297,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float32_has_momentum_no_factored",
-        step="sm3_float32_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float32_has_momentum_no_factored",
-        codec="sm3_float32_has_momentum_no_factored",
         param="float32",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -314,12 +314,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sm3_bfloat16_has_momentum_no_factored",
-        step="sm3_bfloat16_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_bfloat16_has_momentum_no_factored",
-        codec="sm3_bfloat16_has_momentum_no_factored",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -335,12 +335,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="sm3_float16_has_momentum_no_factored",
-        step="sm3_float16_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float16_has_momentum_no_factored",
-        codec="sm3_float16_has_momentum_no_factored",
         param="float16",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -356,5 +356,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

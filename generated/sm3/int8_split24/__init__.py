@@ -15,8 +15,9 @@
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -61,9 +62,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, eps):
 VARIANTS = (
     Variant(
         function="sm3_float32",
-        step="sm3_float32",
+        step="sm3",
         kernel="sm3_float32",
-        codec="sm3_float32",
         param="float32",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -79,6 +79,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -91,9 +92,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_bfloat16",
-        step="sm3_bfloat16",
+        step="sm3",
         kernel="sm3_bfloat16",
-        codec="sm3_bfloat16",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -110,6 +110,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -122,9 +123,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float16",
-        step="sm3_float16",
+        step="sm3",
         kernel="sm3_float16",
-        codec="sm3_float16",
         param="float16",
         small=False,
         flags={'has_momentum': False, 'factored': True},
@@ -141,6 +141,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -153,9 +154,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float32_no_factored",
-        step="sm3_float32_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_float32_no_factored",
-        codec="sm3_float32_no_factored",
         param="float32",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -171,12 +171,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'accumulator': 'nonneg'}, noise={'accumulator': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sm3_float32_no_factored_small",
-        step="sm3_float32_no_factored_small",
+        step="sm3_no_factored",
         kernel="sm3_float32_no_factored_small",
-        codec="sm3_float32_no_factored_small",
         param="float32",
         small=True,
         flags={'has_momentum': False, 'factored': False},
@@ -191,12 +191,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sm3_bfloat16_no_factored",
-        step="sm3_bfloat16_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_bfloat16_no_factored",
-        codec="sm3_bfloat16_no_factored",
         param="bfloat16",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -213,12 +213,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'accumulator': 'nonneg'}, noise={'accumulator': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sm3_bfloat16_no_factored_small",
-        step="sm3_bfloat16_no_factored_small",
+        step="sm3_no_factored",
         kernel="sm3_bfloat16_no_factored_small",
-        codec="sm3_bfloat16_no_factored_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': False, 'factored': False},
@@ -234,12 +234,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sm3_float16_no_factored",
-        step="sm3_float16_no_factored",
+        step="sm3_no_factored",
         kernel="sm3_float16_no_factored",
-        codec="sm3_float16_no_factored",
         param="float16",
         small=False,
         flags={'has_momentum': False, 'factored': False},
@@ -256,12 +256,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'accumulator': 'nonneg'}, noise={'accumulator': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="sm3_float16_no_factored_small",
-        step="sm3_float16_no_factored_small",
+        step="sm3_no_factored",
         kernel="sm3_float16_no_factored_small",
-        codec="sm3_float16_no_factored_small",
         param="float16",
         small=True,
         flags={'has_momentum': False, 'factored': False},
@@ -277,12 +277,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sm3_float32_has_momentum",
-        step="sm3_float32_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_float32_has_momentum",
-        codec="sm3_float32_has_momentum",
         param="float32",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -300,6 +300,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -312,9 +313,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float32_has_momentum_small",
-        step="sm3_float32_has_momentum_small",
+        step="sm3_has_momentum",
         kernel="sm3_float32_has_momentum_small",
-        codec="sm3_float32_has_momentum_small",
         param="float32",
         small=True,
         flags={'has_momentum': True, 'factored': True},
@@ -331,6 +331,7 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -343,9 +344,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_bfloat16_has_momentum",
-        step="sm3_bfloat16_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_bfloat16_has_momentum",
-        codec="sm3_bfloat16_has_momentum",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -364,6 +364,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -376,9 +377,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_bfloat16_has_momentum_small",
-        step="sm3_bfloat16_has_momentum_small",
+        step="sm3_has_momentum",
         kernel="sm3_bfloat16_has_momentum_small",
-        codec="sm3_bfloat16_has_momentum_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': True, 'factored': True},
@@ -396,6 +396,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -408,9 +409,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float16_has_momentum",
-        step="sm3_float16_has_momentum",
+        step="sm3_has_momentum",
         kernel="sm3_float16_has_momentum",
-        codec="sm3_float16_has_momentum",
         param="float16",
         small=False,
         flags={'has_momentum': True, 'factored': True},
@@ -429,6 +429,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -441,9 +442,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float16_has_momentum_small",
-        step="sm3_float16_has_momentum_small",
+        step="sm3_has_momentum",
         kernel="sm3_float16_has_momentum_small",
-        codec="sm3_float16_has_momentum_small",
         param="float16",
         small=True,
         flags={'has_momentum': True, 'factored': True},
@@ -461,6 +461,7 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
         temps=(
             Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
@@ -473,9 +474,8 @@ VARIANTS = (
     ),
     Variant(
         function="sm3_float32_has_momentum_no_factored",
-        step="sm3_float32_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float32_has_momentum_no_factored",
-        codec="sm3_float32_has_momentum_no_factored",
         param="float32",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -493,12 +493,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'accumulator': 'nonneg', 'momentum_buffer': 'signed'}, noise={'accumulator': (0, 20), 'momentum_buffer': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="sm3_float32_has_momentum_no_factored_small",
-        step="sm3_float32_has_momentum_no_factored_small",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float32_has_momentum_no_factored_small",
-        codec="sm3_float32_has_momentum_no_factored_small",
         param="float32",
         small=True,
         flags={'has_momentum': True, 'factored': False},
@@ -514,12 +514,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="sm3_bfloat16_has_momentum_no_factored",
-        step="sm3_bfloat16_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_bfloat16_has_momentum_no_factored",
-        codec="sm3_bfloat16_has_momentum_no_factored",
         param="bfloat16",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -538,12 +538,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'accumulator': 'nonneg', 'momentum_buffer': 'signed'}, noise={'accumulator': (0, 20), 'momentum_buffer': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="sm3_bfloat16_has_momentum_no_factored_small",
-        step="sm3_bfloat16_has_momentum_no_factored_small",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_bfloat16_has_momentum_no_factored_small",
-        codec="sm3_bfloat16_has_momentum_no_factored_small",
         param="bfloat16",
         small=True,
         flags={'has_momentum': True, 'factored': False},
@@ -560,12 +560,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="sm3_float16_has_momentum_no_factored",
-        step="sm3_float16_has_momentum_no_factored",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float16_has_momentum_no_factored",
-        codec="sm3_float16_has_momentum_no_factored",
         param="float16",
         small=False,
         flags={'has_momentum': True, 'factored': False},
@@ -584,12 +584,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'accumulator': 'nonneg', 'momentum_buffer': 'signed'}, noise={'accumulator': (0, 20), 'momentum_buffer': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="sm3_float16_has_momentum_no_factored_small",
-        step="sm3_float16_has_momentum_no_factored_small",
+        step="sm3_has_momentum_no_factored",
         kernel="sm3_float16_has_momentum_no_factored_small",
-        codec="sm3_float16_has_momentum_no_factored_small",
         param="float16",
         small=True,
         flags={'has_momentum': True, 'factored': False},
@@ -606,5 +606,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -12,12 +12,13 @@
 #                 exact; every f32
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
-#   traffic   28 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   30 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Stage, Temp, Variant
+from optgen.runtime import Eager, Field, Stage, Temp, Variant
 from optgen.runtime.scalars import divide
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -25,40 +26,39 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = step - 1
-    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
-    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
-    scalar_1 = 1 - beta2_hat
-    eps_times_eps = eps * eps
     # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
     beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
-    scalar_1_2 = 1 - beta1_hat
-    return (grad_scale, beta2_hat, scalar_1, eps_times_eps, lr, weight_decay, eps, beta1_hat, scalar_1_2)
+    scalar_1 = 1 - beta1_hat
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    scalar_3 = 1 - beta2_hat
+    eps_times_eps = eps * eps
+    return (grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps)
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = step - 1
-    scalar_0 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1 = (1 - beta1_hat) * grad_scale
+    scalar_2 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
     # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
     beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
     eps_times_eps = eps * eps
     grad_scale_times_grad_scale = grad_scale * grad_scale
-    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
-    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
-    scalar_1 = (1 - beta1_hat) * grad_scale
     return (
-        scalar_0, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps, beta1_hat,
-        scalar_1,
+        beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale,
+        eps,
     )
 
 
 VARIANTS = (
     Variant(
         function="stable_adamw_float32",
-        step="stable_adamw_float32",
+        step="stable_adamw",
         kernel="stable_adamw_float32",
-        codec="stable_adamw_float32",
         param="float32",
         small=False,
         flags={},
@@ -66,30 +66,30 @@ VARIANTS = (
             Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
+        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_float32_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
+            Stage("stable_adamw_float32_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float32_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="stable_adamw_bfloat16",
-        step="stable_adamw_bfloat16",
+        step="stable_adamw",
         kernel="stable_adamw_bfloat16",
-        codec="stable_adamw_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -97,30 +97,30 @@ VARIANTS = (
             Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
+        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_bfloat16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
+            Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_bfloat16_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
         function="stable_adamw_float16",
-        step="stable_adamw_float16",
+        step="stable_adamw",
         kernel="stable_adamw_float16",
-        codec="stable_adamw_float16",
         param="float16",
         small=False,
         flags={},
@@ -128,23 +128,24 @@ VARIANTS = (
             Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
         ),
-        scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
+        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg', 'exp_avg_sq')),
         temps=(
             Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_float16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
+            Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float16_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
 )

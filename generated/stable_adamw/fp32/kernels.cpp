@@ -12,7 +12,7 @@
 //                 exact; every f32
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
-//   traffic   28 B per bfloat16 parameter and step: 2 sweeps
+//   traffic   30 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
@@ -28,26 +28,35 @@ struct stable_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_surprise
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];   // float32 [n]  read
-        float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
-        const F eps_times_eps(known.scalars[2]);
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict tensor_sum_for_surprise_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const F beta1_hat(known.scalars[0]);
+        const F scalar_1(known.scalars[1]);
+        const F scalar_2(known.scalars[2]);
+        const F beta2_hat(known.scalars[3]);
+        const F eps_times_eps(known.scalars[4]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
+            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+            const F exp_avg_2 = fma(scalar_1, g, beta1_hat * exp_avg);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2_hat * exp_avg_sq);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(tensor_sum_for_surprise_at + i, g * g / max(exp_avg_sq_2, eps_times_eps));
         }
     }
@@ -74,9 +83,9 @@ struct stable_adamw_float32_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[3]);
-        const F weight_decay(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[5]);
+        const F lr(known.scalars[5]);
+        const F weight_decay(known.scalars[6]);
+        const F grad_scale_times_grad_scale(known.scalars[7]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -99,47 +108,33 @@ struct stable_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {5, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_rate_times_weight_decay
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];  // float32 [tensor]  read
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[3];
+        const float *__restrict rate_at = (const float *)at[4];        // float32 [tensor]  read
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;                  // 26  p = decoupled(p, rate, weight_decay)
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
@@ -153,27 +148,36 @@ struct stable_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_surprise
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];   // float32 [n]  read
-        float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
-        const F eps_times_eps(known.scalars[2]);
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict tensor_sum_for_surprise_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const F beta1_hat(known.scalars[0]);
+        const F scalar_1(known.scalars[1]);
+        const F scalar_2(known.scalars[2]);
+        const F beta2_hat(known.scalars[3]);
+        const F eps_times_eps(known.scalars[4]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
+            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(tensor_sum_for_surprise_at + i, g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
         }
     }
@@ -188,51 +192,36 @@ struct stable_adamw_bfloat16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {5, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_rate_times_weight_decay
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];        // float32 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];  // float32 [tensor]  read
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[3];
+        const float *__restrict rate_at = (const float *)at[4];        // float32 [tensor]  read
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                   // bf16, nearest
-            const F g_cast = g_stored;
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;             // 26  p = decoupled(p, rate, weight_decay)
+            const F p = widened(p_stored);                        // bf16, nearest
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
@@ -246,49 +235,34 @@ struct stable_adamw_float16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {5, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_rate_times_weight_decay
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];        // float32 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];  // float32 [tensor]  read
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[3];
+        const float *__restrict rate_at = (const float *)at[4];        // float32 [tensor]  read
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
-            const F g_cast = g_stored;
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;             // 26  p = decoupled(p, rate, weight_decay)
+            const F p = widen_half(p_stored);                     // f16, nearest
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };

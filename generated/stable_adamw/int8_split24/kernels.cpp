@@ -361,26 +361,35 @@ struct stable_adamw_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_surprise
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];   // float32 [n]  read
-        float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
-        const F eps_times_eps(known.scalars[2]);
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict tensor_sum_for_surprise_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const F beta1_hat(known.scalars[0]);
+        const F scalar_1(known.scalars[1]);
+        const F scalar_2(known.scalars[2]);
+        const F beta2_hat(known.scalars[3]);
+        const F eps_times_eps(known.scalars[4]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
+            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+            const F exp_avg_2 = fma(scalar_1, g, beta1_hat * exp_avg);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2_hat * exp_avg_sq);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(tensor_sum_for_surprise_at + i, g * g / max(exp_avg_sq_2, eps_times_eps));
         }
     }
@@ -407,9 +416,9 @@ struct stable_adamw_float32_small_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[3]);
-        const F weight_decay(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[5]);
+        const F lr(known.scalars[5]);
+        const F weight_decay(known.scalars[6]);
+        const F grad_scale_times_grad_scale(known.scalars[7]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -432,47 +441,33 @@ struct stable_adamw_float32_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {5, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_rate_times_weight_decay
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];  // float32 [tensor]  read
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[3];
+        const float *__restrict rate_at = (const float *)at[4];        // float32 [tensor]  read
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;                  // 26  p = decoupled(p, rate, weight_decay)
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
@@ -845,27 +840,36 @@ struct stable_adamw_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_surprise
+        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {5, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];   // float32 [n]  read
-        float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
-        const F eps_times_eps(known.scalars[2]);
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict tensor_sum_for_surprise_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const F beta1_hat(known.scalars[0]);
+        const F scalar_1(known.scalars[1]);
+        const F scalar_2(known.scalars[2]);
+        const F beta2_hat(known.scalars[3]);
+        const F eps_times_eps(known.scalars[4]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
+            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(tensor_sum_for_surprise_at + i, g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
         }
     }
@@ -892,9 +896,9 @@ struct stable_adamw_bfloat16_small_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[3]);
-        const F weight_decay(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[5]);
+        const F lr(known.scalars[5]);
+        const F weight_decay(known.scalars[6]);
+        const F grad_scale_times_grad_scale(known.scalars[7]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -917,32 +921,25 @@ struct stable_adamw_bfloat16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {6, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];    // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];        // float32 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];          // uint8 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[2];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[3];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];        // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -965,28 +962,20 @@ struct stable_adamw_bfloat16_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;              // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
@@ -1126,32 +1115,25 @@ struct stable_adamw_float16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {6, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];    // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];           // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];        // float32 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];          // uint8 [n]  read and written
+        const float *__restrict exp_avg_at = (const float *)at[2];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[3];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];        // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[6]);
-        const F beta1_hat(known.scalars[7]);
-        const F scalar_1(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F beta2_hat(known.scalars[1]);
+        const F eps(known.scalars[8]);
         const F rate = F(*rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1174,7 +1156,6 @@ struct stable_adamw_float16_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
@@ -1188,14 +1169,9 @@ struct stable_adamw_float16_small_3 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-            const F exp_avg_2 = fma(scalar_1, g_cast, beta1_hat * exp_avg);
-            // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;             // 26  p = decoupled(p, rate, weight_decay)
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 26  p = decoupled(p, rate, weight_decay)
             // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
+            const F p_3 = fma(-(rate * exp_avg), 1.0f / (sqrt(exp_avg_sq) + eps), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1212,8 +1188,6 @@ struct stable_adamw_float16_small_3 {
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };

@@ -225,30 +225,38 @@ def stable_adamw_float32_3(
 
 @triton.jit
 def stable_adamw_float32_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
+    g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/stable_adamw.py)
+    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    exp_avg = tl.fma(scalar_1, g, beta1_hat * exp_avg)
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("product", (7,)),)),
+    table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((1, None), (2, tl.float32), (3, tl.float32)), parts=2, sums=(("product", (7,)),),
+    ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_float32_small_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_float32_small_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat,
+        eps_times_eps), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -276,45 +284,37 @@ def stable_adamw_float32_small_2(
 
 @triton.jit
 def stable_adamw_float32_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, live,
-    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, MASKED: tl.constexpr,
+    p_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, live, eps,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     rate = tl.load(rate_ptr)
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/stable_adamw.py)
-    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g, beta1_hat * exp_avg)
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay                     # 26  p = decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
     # -- encode and store
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_small_3(
-    table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
-    beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        20, 11, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
         (5, tl.float32, "one")), parts=2,
     ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_float32_small_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_float32_small_3_tile, SWEEP, (eps,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
@@ -502,31 +502,39 @@ def stable_adamw_bfloat16_3(
 
 @triton.jit
 def stable_adamw_bfloat16_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
+    g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/stable_adamw.py)
     g_cast = widened(g_stored)
+    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    exp_avg = tl.fma(scalar_1, g_cast, beta1_hat * exp_avg)
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None), (4, tl.float32)), parts=2, sums=(("product", (8,)),)),
+    table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (3, tl.float32), (4, tl.float32)), parts=2, sums=(("product", (8,)),),
+    ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_bfloat16_small_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_bfloat16_small_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat,
+        eps_times_eps), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -554,14 +562,12 @@ def stable_adamw_bfloat16_small_2(
 
 @triton.jit
 def stable_adamw_bfloat16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, at, live, index, eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, at,
+    live, index, eps, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     rate = tl.load(rate_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -570,17 +576,10 @@ def stable_adamw_bfloat16_small_3_tile(
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/stable_adamw.py)
-    g_cast = widened(g_stored)
-    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g_cast, beta1_hat * exp_avg)
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay                               # 26  p = decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
     # -- encode and store
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -597,18 +596,17 @@ def stable_adamw_bfloat16_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_small_3(
-    table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
-    beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
-        (7, tl.float32, "one"), (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+        21, 12, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (7, tl.float32, "one"),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
     ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_bfloat16_small_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_bfloat16_small_3_tile, SWEEP, (eps,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
@@ -790,44 +788,50 @@ def stable_adamw_float16_3(
 
 @triton.jit
 def stable_adamw_float16_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
+    g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/stable_adamw.py)
     g_cast = g_stored.to(tl.float32)
+    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    exp_avg = tl.fma(scalar_1, g_cast, beta1_hat * exp_avg)
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None), (4, tl.float32)), parts=2, sums=(("product", (8,)),)),
+    table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (3, tl.float32), (4, tl.float32)), parts=2, sums=(("product", (8,)),),
+    ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_float16_small_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_float16_small_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat,
+        eps_times_eps), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def stable_adamw_float16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, at, live, index, eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, at,
+    live, index, eps, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     rate = tl.load(rate_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -843,17 +847,10 @@ def stable_adamw_float16_small_3_tile(
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/stable_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g_cast, beta1_hat * exp_avg)
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay                               # 26  p = decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
     # -- encode and store
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -879,18 +876,17 @@ def stable_adamw_float16_small_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_small_3(
-    table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
-    beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
-        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
-        (7, tl.float32, "one"), (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+        21, 12, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (7, tl.float32, "one"),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
     ),
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_float16_small_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_float16_small_3_tile, SWEEP, (eps,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 

@@ -13,8 +13,9 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -36,9 +37,8 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
 VARIANTS = (
     Variant(
         function="tiger_float32",
-        step="tiger_float32",
+        step="tiger",
         kernel="tiger_float32",
-        codec="tiger_float32",
         param="float32",
         small=False,
         flags={},
@@ -53,12 +53,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="tiger_bfloat16",
-        step="tiger_bfloat16",
+        step="tiger",
         kernel="tiger_bfloat16",
-        codec="tiger_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -73,12 +73,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="tiger_float16",
-        step="tiger_float16",
+        step="tiger",
         kernel="tiger_float16",
-        codec="tiger_float16",
         param="float16",
         small=False,
         flags={},
@@ -93,5 +93,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

@@ -13,8 +13,9 @@
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -36,9 +37,8 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
 VARIANTS = (
     Variant(
         function="tiger_float32",
-        step="tiger_float32",
+        step="tiger",
         kernel="tiger_float32",
-        codec="tiger_float32",
         param="float32",
         small=False,
         flags={},
@@ -54,12 +54,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="tiger_float32_small",
-        step="tiger_float32_small",
+        step="tiger",
         kernel="tiger_float32_small",
-        codec="tiger_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -74,12 +74,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="tiger_bfloat16",
-        step="tiger_bfloat16",
+        step="tiger",
         kernel="tiger_bfloat16",
-        codec="tiger_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -96,12 +96,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="tiger_bfloat16_small",
-        step="tiger_bfloat16_small",
+        step="tiger",
         kernel="tiger_bfloat16_small",
-        codec="tiger_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -117,12 +117,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="tiger_float16",
-        step="tiger_float16",
+        step="tiger",
         kernel="tiger_float16",
-        codec="tiger_float16",
         param="float16",
         small=False,
         flags={},
@@ -139,12 +139,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
     ),
     Variant(
         function="tiger_float16_small",
-        step="tiger_float16_small",
+        step="tiger",
         kernel="tiger_float16_small",
-        codec="tiger_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -160,5 +160,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

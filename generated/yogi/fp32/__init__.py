@@ -15,9 +15,10 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -62,9 +63,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
 VARIANTS = (
     Variant(
         function="yogi_float32",
-        step="yogi_float32",
+        step="yogi",
         kernel="yogi_float32",
-        codec="yogi_float32",
         param="float32",
         small=False,
         flags={},
@@ -80,12 +80,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="yogi_bfloat16",
-        step="yogi_bfloat16",
+        step="yogi",
         kernel="yogi_bfloat16",
-        codec="yogi_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -101,12 +101,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}),
     ),
     Variant(
         function="yogi_float16",
-        step="yogi_float16",
+        step="yogi",
         kernel="yogi_float16",
-        codec="yogi_float16",
         param="float16",
         small=False,
         flags={},
@@ -122,5 +122,6 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}),
     ),
 )

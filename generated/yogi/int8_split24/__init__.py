@@ -18,9 +18,10 @@
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Field, Variant
+from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
+CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
@@ -84,9 +85,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, initial_accumulator, eps, w
 VARIANTS = (
     Variant(
         function="yogi_float32",
-        step="yogi_float32",
+        step="yogi",
         kernel="yogi_float32",
-        codec="yogi_float32",
         param="float32",
         small=False,
         flags={},
@@ -104,12 +104,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
     ),
     Variant(
         function="yogi_float32_small",
-        step="yogi_float32_small",
+        step="yogi",
         kernel="yogi_float32_small",
-        codec="yogi_float32_small",
         param="float32",
         small=True,
         flags={},
@@ -125,12 +125,12 @@ VARIANTS = (
         stochastic=False,
         host_states=(),
         init={},
+        eager=Eager(),
     ),
     Variant(
         function="yogi_bfloat16",
-        step="yogi_bfloat16",
+        step="yogi",
         kernel="yogi_bfloat16",
-        codec="yogi_bfloat16",
         param="bfloat16",
         small=False,
         flags={},
@@ -149,12 +149,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="yogi_bfloat16_small",
-        step="yogi_bfloat16_small",
+        step="yogi",
         kernel="yogi_bfloat16_small",
-        codec="yogi_bfloat16_small",
         param="bfloat16",
         small=True,
         flags={},
@@ -171,12 +171,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
     Variant(
         function="yogi_float16",
-        step="yogi_float16",
+        step="yogi",
         kernel="yogi_float16",
-        codec="yogi_float16",
         param="float16",
         small=False,
         flags={},
@@ -195,12 +195,12 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
     ),
     Variant(
         function="yogi_float16_small",
-        step="yogi_float16_small",
+        step="yogi",
         kernel="yogi_float16_small",
-        codec="yogi_float16_small",
         param="float16",
         small=True,
         flags={},
@@ -217,5 +217,6 @@ VARIANTS = (
         stochastic=True,
         host_states=(),
         init={},
+        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
     ),
 )

@@ -1,0 +1,61 @@
+"""Functions as text, each once: equal ones are found under one name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+
+@dataclass
+class Pool:
+    """Functions by their text: the same text is printed once, whoever needs it.
+
+    `scalars` are the names of the function's host scalars: two functions that differ in nothing else are one,
+    because scalars are passed by position.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    functions: list[list[str]] = field(default_factory=list)
+
+    def add(self, wanted: str, make: Callable[[str], list[str]], scalars: Sequence[str] = ()) -> str:
+        """The name under which `make(name) -> lines` stands; an equal one made before is used again."""
+        name, new = self.name(wanted, make("@"), scalars)
+        if new:
+            self.functions.append(make(name))
+        return name
+
+    def name(self, wanted: str, lines: Sequence[str], scalars: Sequence[str] = ()) -> tuple[str, bool]:
+        """The name of a function that is printed as these lines under the name @, and whether it is a new one."""
+        marker = "\n".join(lines)
+        if scalars:
+            # Comments are aligned to names' lengths, so blanks do not count either.
+            marker = " ".join(replaced(marker, {name: f"${i}" for i, name in enumerate(scalars)}).split())
+        if marker in self.names:
+            return self.names[marker], False
+        name, k = wanted, 1
+        while name in self.names.values():
+            k += 1
+            name = f"{wanted}_{k}"
+        self.names[marker] = name
+        return name, True
+
+    def keep(self, marker: str, name: str, lines: list[str]) -> str:
+        """As `add` of what is printed already, under a name of its own."""
+        if marker not in self.names:
+            self.names[marker] = name
+            self.functions.append(lines)
+        return self.names[marker]
+
+
+@lru_cache(maxsize=256)
+def _words(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<![@\w])(?:{'|'.join(map(re.escape, names))})(?!\w)")
+
+
+def replaced(text: str, names: Mapping[str, str]) -> str:
+    """The text with whole words replaced; an @ before a word is part of it."""
+    # Looked for one by one first: few of many names are in a text, and each alternative of the pattern takes its time.
+    found = tuple(old for old, new in names.items() if old != new and old in text)
+    return _words(found).sub(lambda word: names[word[0]], text) if found else text

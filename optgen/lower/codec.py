@@ -1,0 +1,136 @@
+"""Formats lowered alone: the functions of a plan's codecs, free of any rule.
+
+A codec function sees one value: its fields (the buffers CODE and the suffixes), the value itself (X), or the root of
+a second moment (ROOT).  Random bits are `draw` leaves: which word and which of its bits they are is known where a rule
+and a plan meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optgen.formats.format import Field, Format, Master, Noise
+from optgen.ir import node as ir
+from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.lang.values import Num, Value
+from optgen.lower.naming import Recorder
+from optgen.lower.program import block_of
+from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+from optgen.ops.spaces import Space
+
+CODE, X, ROOT = "code", "x", "root"
+"""Buffers of codec programs: the field without a suffix, the fp32 value, the root that is read back of it."""
+
+
+@dataclass(frozen=True)
+class Drawn(Noise):
+    """Noise as a codec asks for it: leaves instead of bits of a word."""
+
+    word: Num = None
+    shift: int = 0
+    bits: int = 0
+
+    def integer(self) -> Num:
+        return Value(ir.draw("integer", self.bits, self.bits))
+
+    def fraction(self, width: int) -> Num:
+        return Value(ir.draw("fraction", self.bits, width))
+
+    def middle(self, width: int) -> Num:
+        return Value(ir.draw("middle", self.bits, width))
+
+
+@dataclass(frozen=True)
+class CodecPrograms:
+    """The programs of one format.
+
+    fields   suffix -> field, in storage order
+    decode   fields -> X
+    root     fields -> ROOT, for formats of nonnegative values
+    encode   X -> fields (and ROOT) with random bits; None for formats that round to nearest
+    nearest  X -> fields (and ROOT), rounded to nearest
+    """
+
+    fields: Mapping[str, Field]
+    decode: Program
+    root: Program | None
+    encode: Program | None
+    nearest: Program
+
+
+def _buffer(suffix: str, field: Field) -> Buffer:
+    if field.space != "elem":
+        space = Space(field.space)
+    else:
+        space = spaces.elem if field.per == 1 else spaces.block(field.per)
+    return Buffer(suffix or CODE, field.dtype, space, "state", suffix or CODE)
+
+
+def _value(name: str) -> Buffer:
+    return Buffer(name, dtypes.f32, spaces.elem, "weight", name)
+
+
+def _program(name: str, fields: Mapping[str, Field], lets: list[Let], stores: Mapping[str, Num]) -> Program:
+    known = [_value(X), _value(ROOT), *(_buffer(k, f) for k, f in fields.items())]
+    nodes = {key: value.node for key, value in stores.items()}
+    read = set(ir.loads(nodes.values()))
+    buffers = tuple(b for b in known if b.name in read or b.name in nodes)
+    body = tuple(let for let in lets if let.node.op != "load")
+    return Program(name, buffers, (), body, tuple(Store(k, n) for k, n in nodes.items()), "strict", block_of(buffers))
+
+
+def lower_codec(fmt: Format) -> CodecPrograms:
+    """Lower a format of states, absolute: relative ones are divided and multiplied by the root outside."""
+    fmt = fmt.absolute() if fmt.relative else fmt
+    fields = fmt.fields()
+
+    def parts(record: Recorder | None) -> dict[str, Num]:
+        buffers = {k: _buffer(k, f) for k, f in fields.items()}
+        return {k: Value(ir.load(b.name, b.dtype, b.space), record) for k, b in buffers.items()}
+
+    record = Recorder("", "decode")
+    value = fmt.decode(parts(record))
+    decode = _program("decode", fields, record.lets(), {X: value})
+    rooted = fmt.positive or not fmt.signed
+    root = None
+    if rooted:
+        record = Recorder("", "decode")
+        found = fmt.decode_root(parts(record))
+        root = _program("root", fields, record.lets(), {ROOT: found})
+
+    def encode(noise: Noise | None) -> Program:
+        record = Recorder("", "encode")
+        x = Value(ir.load(X, dtypes.f32, spaces.elem), record)
+        value = x + 0.0 if fmt.plus_zero else x  # -0 + 0 is +0
+        stores: dict[str, Num]
+        if rooted:
+            made, kept = fmt.encode_root(value, noise)
+            stores = {k or CODE: v for k, v in made.items()} | {ROOT: kept}
+        else:
+            stores = {k or CODE: v for k, v in fmt.encode(value, noise=noise).items()}
+        return _program("encode", fields, record.lets(), stores)
+
+    bits = fmt.noise_bits
+    return CodecPrograms(fields, decode, root, encode(Drawn(bits=bits)) if bits else None, encode(None))
+
+
+def lower_weight(master: Master, param: DType) -> CodecPrograms:
+    """Lower how a weight is kept for one dtype of parameters."""
+    fields = master.fields(param)
+    buffers = {k: _buffer(k, f) for k, f in fields.items()}
+    record = Recorder("", "decode")
+    value = master.decode({k: Value(ir.load(b.name, b.dtype, b.space), record) for k, b in buffers.items()}, param)
+    decode = _program("decode", fields, record.lets(), {X: value})
+
+    def encode(noise: Noise | None) -> Program:
+        record = Recorder("", "encode")
+        made = master.encode(Value(ir.load(X, dtypes.f32, spaces.elem), record), param, noise=noise)
+        return _program("encode", fields, record.lets(), {k or CODE: v for k, v in made.items()})
+
+    bits = master.noise_bits(param)
+    return CodecPrograms(fields, decode, None, encode(Drawn(bits=bits)) if bits else None, encode(None))
+
+
+__all__ = ["CODE", "ROOT", "CodecPrograms", "X", "lower_codec", "lower_weight"]
