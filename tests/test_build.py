@@ -574,13 +574,15 @@ def test_the_package_imports_one_optimizer_at_a_time(project: Path) -> None:
         "First([p], lr=0.5).step()\n"
         "assert (p < 1).all()\n"
         "try:\n    generated.Frist\nexcept AttributeError as e:\n    print(e)\n"
+        "try:\n    from generated import Frist\nexcept ImportError as e:\n    print(e)\n"
+        "from generated import second\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "has no optimizer 'Frist'" in done.stdout
+    assert done.stdout.count("has no optimizer 'Frist'; it has: First, Second") == 2
 
 
 def test_numbers_in_a_rule_make_names_that_python_can_read(project: Path) -> None:

@@ -182,6 +182,23 @@ def test_fuzz_says_that_no_bound_is_known_of_a_format(project: Path, run: Run) -
     assert (code, data["holds"], data["unknown"], data["reproduce"]) == (1, False, {"exp_avg": "Mine"}, "")
 
 
+def test_fuzz_counts_the_elements_of_which_no_bound_is_known(run: Run) -> None:
+    case = '{"shape":[8,8],"steps":2}'
+    code, out, _ = run("fuzz", "muon", "--plan", "fp32", "--case", case)
+    assert code == 0
+    assert "no bound is known of p (128 of 128 elements)" in out
+    assert "1 examples, every other element within its bound" in out
+    data = as_json(run("fuzz", "muon", "--plan", "fp32", "--case", case, "--json")[1])
+    assert (data["holds"], data["unbounded"]) == (True, {"p": [128, 128]})
+    out = run("fuzz", "sgd", "--plan", "fp32", "--case", case)[1]
+    assert "1 examples, every element within its bound" in out
+
+
+@pytest.mark.filterwarnings("error")
+def test_fuzz_does_not_warn_of_a_discouraged_plan_for_every_example(run: Run) -> None:
+    assert run("fuzz", "adamw", "--plan", "bnb8", "-n", "2", "--steps", "1")[0] == 0
+
+
 def test_fuzz_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "optgen", "fuzz", "sgd", "--plan", "int8_split24", "--backend", "triton"]
     for maths in ("strict", "fast"):

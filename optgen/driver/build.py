@@ -456,6 +456,7 @@ _INIT_TEXT = '''"""Generated optimizers; each is imported when it is first asked
 # ruff: noqa
 from __future__ import annotations
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -474,7 +475,9 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
-        raise AttributeError(f"{{__name__}} has no optimizer {{name!r}}; it has: {{', '.join(__all__)}}")
+        text = f"{{__name__}} has no optimizer {{name!r}}; it has: {{', '.join(__all__)}}"
+        imported = _sys._getframe(1).f_code.co_name == "_handle_fromlist"  # it replaces the text of an AttributeError
+        raise ImportError(text) if imported and name not in _MODULES.values() else AttributeError(text)
     _import_module("optgen.runtime.stale").check(__path__[0], _MODULES[name])
     return getattr(_import_module(f"{{__name__}}.{{_MODULES[name]}}"), name)
 

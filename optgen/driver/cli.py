@@ -370,7 +370,7 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
     t.result |= {
         "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok and not result.unknown,
         "worst": [row(w) | {"case": cases.get(w.name, "")} for w in worst], "reproduce": result.reproduce,
-        "crash": result.crash, "unknown": dict(result.unknown),
+        "crash": result.crash, "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
     }  # fmt: skip
     columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
     rows = [
@@ -382,8 +382,11 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
         for fmt in sorted(set(result.unknown.values())):
             names = ", ".join(name for name, other in result.unknown.items() if other == fmt)
             t.log(f"no bound is known for {fmt}: what it kept of {names} was not checked", "red")
+    if result.unbounded:
+        counts = (f"{name} ({part:,} of {of:,} elements)" for name, (part, of) in result.unbounded.items())
+        t.show(f"no bound is known of {', '.join(counts)}")
     if result.ok:
-        others = "every other element" if result.unknown else "every element"
+        others = "every other element" if result.unknown or result.unbounded else "every element"
         t.show(f"{spec} under {plan}: {result.examples} examples, {others} within its bound")
         return
     t.fail()

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -168,10 +169,12 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
             scale = 2 * example.state_scale if s.nonneg and abs(example.state_scale) < 19 else example.state_scale
             shape = layout.value_shape(s.space.name, torch.Size(example.shape), spec.matrix)
             states[s.name] = _numbers(replace(example, shape=shape), scale, generator, nonneg=s.nonneg)
-    trial = Trial(
-        cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,
-        seed=example.seed, step=example.start, options=options, model=FAST if _is_fast(backend, maths) else STRICT,
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a discouraged plan, of every example
+        trial = Trial(
+            cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,
+            seed=example.seed, step=example.start, options=options, model=FAST if _is_fast(backend, maths) else STRICT,
+        )  # fmt: skip
     recurrences = targets.recurrences_of(spec, tuple(sorted(trial.flags.items())))
     storage = trial.storage(plan, recurrences)
     dtype = getattr(torch, example.grad_dtype)
@@ -206,6 +209,12 @@ class Result:
     @property
     def ok(self) -> bool:
         return self.failure is None
+
+    @property
+    def unbounded(self) -> Mapping[str, tuple[int, int]]:
+        """Values in formats with a bound of which some elements have none: how many of how many."""
+        counts = self.report.unbounded if self.report else {}
+        return {name: count for name, count in counts.items() if count[0] and name not in self.unknown}
 
     @property
     def unknown(self) -> Mapping[str, str]:

@@ -339,14 +339,16 @@ class Worst:
 class Report:
     """One step of generated code beside its enclosure.
 
-    broken   names of the values of which some element lies outside
-    claimed  share of the elements about which something is promised
-    unknown  states in formats of which no bound is known, and these formats
+    broken     names of the values of which some element lies outside
+    claimed    share of the elements about which something is promised
+    unbounded  by value: how many of its elements have no finite bound, and how many there are
+    unknown    states in formats of which no bound is known, and these formats
     """
 
     worst: Mapping[str, Worst]
     broken: tuple[str, ...]
     claimed: float
+    unbounded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -360,8 +362,12 @@ class Report:
             if name not in worst or not w.ratio <= worst[name].ratio:
                 worst[name] = w
         broken = tuple(dict.fromkeys((*self.broken, *other.broken)))
+        counts: dict[str, tuple[int, int]] = {}
+        for name, (part, of) in (*self.unbounded.items(), *other.unbounded.items()):
+            before = counts.get(name, (0, 0))
+            counts[name] = (before[0] + part, before[1] + of)
         unknown = {**self.unknown, **other.unknown}
-        return Report(worst, broken, min(self.claimed, other.claimed), unknown)
+        return Report(worst, broken, min(self.claimed, other.claimed), counts, unknown)
 
 
 def compare(
@@ -377,6 +383,7 @@ def compare(
     """
     worst: dict[str, Worst] = {}
     broken: list[str] = []
+    unbounded: dict[str, tuple[int, int]] = {}
     claimed, elements = 0, 0
     for name, enclosure in {"p": inside.p, **inside.states}.items():
         got, wanted = after[name].double(), exact[name].expand(after[name].shape)
@@ -390,6 +397,7 @@ def compare(
         if outside.any():
             broken.append(name)
         bound = enclosure.distance(wanted)
+        unbounded[name] = (int((~bound.isfinite()).sum()), got.numel())
         error = (got - wanted).abs()
         ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=0.0)
         # Outside though no farther from the oracle than the other end, or not a number: past its bound all the same.
@@ -398,7 +406,7 @@ def compare(
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(k), got.shape))
         at = [float(v.reshape(-1)[k]) for v in (ratio, error, bound, got, wanted)]
         worst[name] = Worst(name, at[0], at[1], at[2], at[3], at[4], index)
-    return Report(worst, tuple(broken), claimed / elements if elements else 1.0)
+    return Report(worst, tuple(broken), claimed / elements if elements else 1.0, unbounded)
 
 
 class Trial:
