@@ -256,7 +256,8 @@ def build(cell: Cell) -> Built:
     found = eager_text.rule_step(spec, flags)
     text = head + "\n".join(host.scalars_function(emit._host(found), unpack_of(spec), "scalars_of_step"))
     made = _module(f"<{cell}>", text)
-    all_text = "\n".join([repr(row["fields"]), row["eager"], text, rule.TEXT, codecs.TEXT])
+    kept = [f"fields = {row['fields']!r}", f"eager = dict({row['eager']})"]
+    all_text = "\n".join([*kept, text, rule.TEXT, codecs.TEXT])
     functions = stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
     return Built(cell, spec, compiled, all_text, *functions, made.scalars_of_step, variant)
 
@@ -472,11 +473,7 @@ def optimizer_texts(cell: Cell) -> dict[str, str]:
         and case.vector <= cell.vector
         and all(case.flags[name] == flags[name] for name in chosen)
     ]
-    made = emit.emit_plan(spec, plan, maths="strict", cases=cases, above="..")
-    files = {f"{cell.plan}/{file}": text for file, text in made.items()}
-    if not eager_text.is_ready(plan):
-        files[f"plans/{cell.plan}/eager.py"] = eager_text.codec_text(plan)
-    return files | {"__init__.py": emit.emit_class(spec, (cell.plan,)), "eager.py": eager_text.rule_text(spec)}
+    return emit.emit_package(spec, plan, maths="strict", cases=cases)
 
 
 def optimizer_class(cell: Cell, folder: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import emit, explain, targets
+from optgen.driver import explain, targets
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, floats, linear, scales, softsign
 from optgen.formats.bound import ROUNDOFF
@@ -443,21 +442,12 @@ FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, linear,
 
 
 def test_one_more_sweep_over_gradient_and_second_moment() -> None:
-    """12.5 bytes and the first moment's scales, as `explain` derives them and as the printed kernels load and store."""
+    """12.5 bytes and the first moment's scales, as `explain` derives them."""
     found = explain.explain(adamw, FOUR_BITS)
     assert len(found.sweeps) == 2
     assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq_codes"}
     assert not found.sweeps[0].writes
     assert found.traffic == 12.5 + 2 * 2 / 64 <= 12.6
-    text = emit.emit_plan(adamw, FOUR_BITS)["triton_kernels.py"]
-    size = {"float": 2, "bfloat16": 2, "uint8": 1, "4-bit codes": 0.5, "int16": 2}
-    total = 0.0
-    for kernel in re.findall(r"^def adamw_bfloat16_\d\(.*?(?=^def )", text, re.M | re.S):
-        for kind, extent, use in re.findall(r"_ptr = pointer\(.*?# ([\w -]+?) \[([^\]]*)\]  (.*)$", kernel, re.M):
-            each = {"n": 1.0, "blocks of 64": 1 / 64}.get(extent)
-            if each is not None:
-                total += size[kind] * each * (("read" in use) + ("written" in use))
-    assert total == found.traffic
 
 
 def test_the_first_moment_is_read_back_only_where_a_plan_allows_it() -> None:

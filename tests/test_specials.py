@@ -384,7 +384,7 @@ def test_ties_go_to_even_numbers_before_an_odd_bias_is_added(tmp_path: Path) -> 
     g = torch.arange(64) / 2
     found = pair.buffers((64,), torch.zeros(64))
     pair.run_triton(found, g, 1, 1, 1, lr=1.0)
-    assert torch.equal(found["kept"], g.round().to(torch.uint8) + 1)
+    assert torch.equal(found["kept_codes"], g.round().to(torch.uint8) + 1)
 
 
 @optimizer(cite="a test")

@@ -108,11 +108,10 @@ def largest(p, g, m=state(), seen=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0),
 def built(spec: Spec, plan: Plan, maths: str, folder: Path) -> Any:
     """The optimizer's class, from a package of its own."""
     root = folder / f"stages_{spec.name}_{plan.name}_{maths}"
-    for name, text in emit.emit_plan(spec, plan, maths=maths).items():  # type: ignore[arg-type]
-        file = root / plan.name / name
+    for name, text in emit.emit_package(spec, plan, maths=maths).items():  # type: ignore[arg-type]
+        file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    (root / "__init__.py").write_text(emit.emit_class(spec, (plan.name,)), encoding="utf-8")
     found = importlib.util.spec_from_file_location(
         root.name, root / "__init__.py", submodule_search_locations=[str(root)]
     )

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
-from optgen.driver import eager_text, emit, judge, load
+from optgen.driver import emit, judge, load
 from optgen.driver.project import MATHS
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -67,11 +67,7 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
     spec.check()
     judge.judge(spec, plan)
     tell(f"generating {spec.class_name} under plan {plan.name}")
-    files = {"__init__.py": emit.emit_class(spec, (plan.name,)), eager_text.FILE: eager_text.rule_text(spec)}
-    made = emit.emit_plan(spec, plan, maths=maths, above="..")
-    files |= {f"{plan.name}/{name}": text for name, text in made.items()}
-    if not eager_text.is_ready(plan):
-        files[f"{eager_text.PLANS}/{plan.name}/{eager_text.FILE}"] = eager_text.codec_text(plan)
+    files = emit.emit_package(spec, plan, maths=maths)
     module = _import(spec.name, files)
     _specs[module.__name__] = spec
     made = getattr(module, spec.class_name)

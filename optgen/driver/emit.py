@@ -400,6 +400,19 @@ def _evaluation(spec: Spec) -> tuple[str, ...]:
     return ("@staticmethod", head.replace(f"def {name}(", "def evaluation(", 1), *body)
 
 
+def emit_package(
+    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
+) -> dict[str, str]:
+    """Path -> text of a package of its own: the class, its eager rule, one plan, and the plan's codecs if they are the
+    user's."""
+    files = {"__init__.py": emit_class(spec, (plan.name,)), eager_text.FILE: eager_text.rule_text(spec)}
+    made = emit_plan(spec, plan, maths=maths, cases=cases, above="..")
+    files |= {f"{plan.name}/{name}": text for name, text in made.items()}
+    if not eager_text.is_ready(plan):
+        files[f"{eager_text.PLANS}/{plan.name}/{eager_text.FILE}"] = eager_text.codec_text(plan)
+    return files
+
+
 def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:
     """The text of generated/<spec>/__init__.py."""
     row = class_row(spec, plans)

@@ -120,12 +120,16 @@ class Reference(NamedTuple):
     encode: Callable[..., Mapping[str, torch.Tensor]]
 
 
-@functools.lru_cache(maxsize=4096)
 def reference(module: ModuleType, variant: Variant) -> Reference:
     """The eager functions of a variant: its rule's under its plan's codecs, or those of a package that has its own."""
     if variant.eager is None:
         own, name = part(module, "reference"), variant.codec_name
         return Reference(*(getattr(own, f, None) for f in (variant.step_name, f"{name}_decode", f"{name}_encode")))  # type: ignore[arg-type]
+    return _composed(module, variant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _composed(module: ModuleType, variant: Variant) -> Reference:
     rule = importlib.import_module("..eager", module.__name__)
     codecs = importlib.import_module(module.CODECS, module.__name__)
     return Reference(
