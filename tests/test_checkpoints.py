@@ -100,8 +100,8 @@ def test_migrations_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatc
         changed = {k: {{"old_avg": "exp_avg"}.get(n, n): v for n, v in e.items()} for k, e in entries.items()}
         return {**group, "lr": group["lr"] * 2}, changed
 
-    monkeypatch.setattr(checkpoint, "MIGRATIONS", (*checkpoint.MIGRATIONS, rename))
     old = checkpoint.FORMAT
+    monkeypatch.setattr(checkpoint, "MIGRATIONS", {**checkpoint.MIGRATIONS, old: rename})
     monkeypatch.setattr(checkpoint, "FORMAT", old + 1)
     opt, params = fixture.optimizer(fixture.CASES[1])
     fixture.train(opt, params, range(2))

@@ -1,14 +1,12 @@
 """Reading and writing of optimizer checkpoints.
 
-torch's own load casts every floating state to the parameter's dtype, which destroys integer codes, scales
-and the low halves of split weights; so loading is done here.  It reads everything, checks everything, and
-only then hands back what the optimizer takes over: an error leaves the optimizer as it was.
+torch's own load casts every floating state to the parameter's dtype, which destroys integer codes, scales and the low
+halves of split weights. `read` checks everything before it returns what the optimizer takes over, so an error leaves
+the optimizer as it was.
 
-Three kinds of per-parameter state are understood: the fields of the parameter's own variant, copied bit for
-bit; the dense tensors of torch.optim under the states' names, encoded on the way in; and what a few other
-packages keep (see `optgen.convert`), made dense first.
-
-A group says in which version of this format its states are, under "format"; `MIGRATIONS` bring older ones up.
+Three kinds of per-parameter state are read: the fields of the parameter's variant, copied bit for bit; the dense
+tensors of torch.optim under the states' names, encoded; and the states of a few other packages (`optgen.convert`),
+decoded first.
 """
 
 from __future__ import annotations
@@ -36,53 +34,27 @@ Groups = list[dict[str, Any]]
 Migration = Callable[[dict[str, Any], dict[Any, Any]], tuple[dict[str, Any], dict[Any, Any]]]
 
 
-def _say_the_version(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """0 -> 1: the same, but version 0 did not say so."""
-    return group, entries
+FORMAT = 4
+"""The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
 
+1   The version is saved; version 0 had none.
+2   A group may have "overrides".
+3   A group may have "blocks". Rank-1 scales of tensors of three dimensions and more have one entry per index of each
+    dimension behind the first; before there was one per combination of indices (`_misread` tells them apart).
+4   A group may have "streams" of random bits. Codes have names of their own; before they had the name of their state,
+    which torch.optim gives to the state itself (`renamed` renames them by the plan).
+"""
 
-def _plans_of_single_parameters(
-    group: dict[str, Any], entries: dict[Any, Any]
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """1 -> 2: the same; since then a group may have "overrides", which version 1 would not see."""
-    return group, entries
-
-
-def _blocks_and_columns(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """2 -> 3: the same, but for two things that version 2 would not see: a group may have "blocks" of rows; rank-1
-    scales of tensors of more than two dimensions are one for each index of each dimension behind the first, where
-    version 2 had one for each combination of indices.  `_misread` tells them apart.
-    """
-    return group, entries
-
-
-def _names_of_codes(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """3 -> 4: the same, but for two things that version 3 would not see: a group may have "streams" of random bits;
-    codes have a name of their own, where version 3 had them under that of their state, as torch.optim has the state
-    itself.  Only the plan knows which fields are codes, so `renamed` gives them their names.
-    """
-    return group, entries
-
-
-MIGRATIONS: tuple[Migration, ...] = (
-    _say_the_version,
-    _plans_of_single_parameters,
-    _blocks_and_columns,
-    _names_of_codes,
-)
-"""From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
-
-A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
-tests/cases/checkpoints made by the last commit before it."""
-
-FORMAT = len(MIGRATIONS)
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
+"""From a version to the next one, for versions with other keys or forms: (saved group, state by parameter) -> the same
+in the next version, without changing either. No version has needed one so far."""
 
 AXES = 3
-"""The first version with scales for the indices of each dimension."""
+"""The first version with scales per index of each dimension."""
 
 
 def _misread(variant: Variant, p: Tensor) -> str:
-    """What a state from before AXES would be misread as; "" where its shape tells, or both are the same."""
+    """Return the problem of a state from before AXES whose shape does not tell how it is read; "" if there is none."""
     for f in variant.fields:
         if f.space == "axis":
             dims = layout.column_dims(f.matrix, p.shape)
@@ -96,7 +68,7 @@ def _misread(variant: Variant, p: Tensor) -> str:
 
 
 def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """A saved group and its states in the present version; ValueError for one that is unknown here."""
+    """Return a saved group and its states in the present version; ValueError for an unknown version."""
     version = group.get("format", 0)
     if type(version) is not int or not 0 <= version <= FORMAT:
         raise ValueError(
@@ -104,13 +76,14 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
             + ("; it was made by a newer optgen" if type(version) is int and version > FORMAT else "")
         )
     found = dict(group)
-    for step in MIGRATIONS[version:]:
-        found, entries = step(found, entries)
+    for step in range(version, FORMAT):
+        if step in MIGRATIONS:
+            found, entries = MIGRATIONS[step](found, entries)
     return {**found, "format": FORMAT}, entries
 
 
 def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, entry: Any) -> Any:
-    """A parameter's saved state with codes under the names of their fields, not under that of the state (format 3)."""
+    """Return a parameter's saved state with codes under the names of their fields, not of the state (format 3)."""
     if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
         return entry
     codes = _codes(plans.chosen(cls, group, p.dtype, label).module)
@@ -127,13 +100,13 @@ def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, e
 
 @lru_cache(maxsize=256)
 def _codes(plan: ModuleType) -> dict[str, Field]:
-    """The fields that hold codes, by the names of their states."""
+    """Return the fields that hold codes, by the names of their states."""
     variants: Sequence[Variant] = plan.VARIANTS
     return {f.owner: f for v in variants for f in v.fields if f.name == f"{f.owner}_codes"}
 
 
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
-    """What the groups of a state dict say of a user's own entries; nothing where there are none."""
+    """Return the names of a user's own entries, for each group of a state dict."""
     found: list[dict[str, list[str]]] = []
     for group, labels in zip(groups, _labels(groups), strict=True):
         known: set[str] = set()
@@ -151,28 +124,28 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
 
 
 def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
-    """What the state of a parameter consists of under its plan, whatever the flags."""
+    """Return the keys of a parameter's state under its plan, for any setting of the flags."""
     trained = p.dtype in overrides.TRAINED
     return _fields(plans.chosen(cls, group, p.dtype, label).module) if trained else frozenset()
 
 
 @lru_cache(maxsize=256)
 def _fields(plan: ModuleType) -> frozenset[str]:
+    """Return the keys of the states of all variants of a plan."""
     variants: Sequence[Variant] = plan.VARIANTS
     return frozenset(["step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))])
 
 
 def _listed(group: Mapping[str, Any], key: str) -> set[str]:
-    """The names under one of the two keys; none where it is no list of them."""
+    """Return the names listed in a group under `key`, empty unless it is a list."""
     found = group.get(key, ())
     return {name for name in found if isinstance(name, str)} if isinstance(found, (list, tuple)) else set()
 
 
 def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
-    """A user's own entry as torch.optim loads it: tensors are copied, to a device where one is given; what is no tensor
-    and holds none, such as an object of a class of theirs, is the same one.
+    """Copy a user's own entry as torch.optim does: tensors are copied, to `device` if given; other objects are shared.
 
-    A misfit for a tensor without values, which could not be read.
+    A tensor without values is a misfit.
     """
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not has_values(value):
@@ -187,9 +160,9 @@ def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits
 
 
 class Loaded(NamedTuple):
-    """What an optimizer takes over.
+    """The states and groups that an optimizer takes over.
 
-    rounded   (p, what p has to hold): weights whose low bits went into the states
+    rounded   (p, its new values): weights whose low bits went into the states
     """
 
     states: dict[Any, state.State]
@@ -200,10 +173,10 @@ class Loaded(NamedTuple):
 def read(
     cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any] = MappingProxyType({})
 ) -> Loaded:
-    """What `saved` makes of an optimizer of class `cls` with these groups, and with the states `present`.
+    """Read a state dict for an optimizer of class `cls` with these groups and the states `present`.
 
-    Nothing in the result is shared with `saved` but Python's immutable values and, of a user's own entries, what is no
-    tensor, dict, list or tuple.  ValueError lists all misfits.
+    The result shares nothing with `saved` but immutable values and, in a user's own entries, objects other than
+    tensors, dicts, lists and tuples. Raises ValueError listing all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
@@ -222,36 +195,11 @@ def read(
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
-        own = "plan" in saved_group  # else of torch.optim or another package
-        kept = _listed(saved_group, options.ENTRIES)
-        found = zip(labels, group["params"], strict=True)
-        arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
-        for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
-            entry, extra = saved_state.get(order[id(p)]), {}
-            if own:
-                entry = renamed(cls, group, p, label, entry)
-            if kept and isinstance(entry, Mapping):
-                mine = kept - _names(cls, group, p, label)
-                extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
-                entry = {key: value for key, value in entry.items() if key not in mine}
-            name = order[id(p)] if group.get("param_names") is None else group["param_names"][i]
-            if _is_there(entry):
-                if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
-                    misfits.add(f"{state.label(p, name if isinstance(name, (str, int)) else str(name))}: {said}")
-                    continue
-                made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
-                if made is not None:
-                    loaded.states[p] = made
-            elif p.requires_grad and (not started or state.of(present, p)):
-                missing.append(str(name))
-            if extra:
-                loaded.states.setdefault(p, {}).update(extra)
+        numbers = [order[id(p)] for p in group["params"]]
+        absent = _read_group(cls, group, saved_group, labels, numbers, saved_state, old, misfits, loaded)
+        missing += [name for p, name in absent if not started or state.of(present, p)]
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
-    if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
-        misfits.add("another rank found what does not fit its parts, and says it")
-    if misfits.lines and (whose := _whose(cls, merged, saved_state)):
-        misfits.heading += f": {whose}"
-    misfits.stop()
+    _agree(cls, merged, saved_state, misfits)
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
@@ -259,6 +207,61 @@ def read(
             cls,
         )
     return loaded
+
+
+def _read_group(
+    cls: Any,
+    group: Mapping[str, Any],
+    saved_group: Mapping[str, Any],
+    labels: Sequence[plans.Label],
+    numbers: Sequence[Any],
+    saved: Mapping[Any, Any],
+    old: Collection[Any],
+    misfits: Misfits,
+    loaded: Loaded,
+) -> list[tuple[Tensor, str]]:
+    """Read the states of a group's parameters into `loaded`; returns those that have none in the checkpoint.
+
+    numbers   the parameters' numbers in the checkpoint
+    old       the numbers of parameters whose states are from before AXES
+    """
+    own = "plan" in saved_group  # else of torch.optim or another package
+    kept = _listed(saved_group, options.ENTRIES)
+    rows = list(zip(group["params"], labels, numbers, strict=True))
+    arena = _arena(cls, group, {label: p for p, label, number in rows if _is_there(saved.get(number))})
+    names = numbers if group.get("param_names") is None else group["param_names"]
+    absent: list[tuple[Tensor, str]] = []
+    for (p, label, number), name in zip(rows, names, strict=True):
+        entry, extra = saved.get(number), {}
+        if own:
+            entry = renamed(cls, group, p, label, entry)
+        if kept and isinstance(entry, Mapping):
+            mine = kept - _names(cls, group, p, label)
+            extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
+            entry = {key: value for key, value in entry.items() if key not in mine}
+        if _is_there(entry):
+            where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+            if number in old and (said := _misread(select(cls, group, p, label)[2], p)):
+                misfits.add(f"{where}: {said}")
+                continue
+            source = _opened_entry(cls, group, p, label, entry, own, where, misfits)
+            made = None if source is None else _state(source, arena, loaded.rounded, misfits)
+            if made is not None:
+                loaded.states[p] = made
+        elif p.requires_grad:
+            absent.append((p, str(name)))
+        if extra:
+            loaded.states.setdefault(p, {}).update(extra)
+    return absent
+
+
+def _agree(cls: Any, groups: Groups, saved: Mapping[Any, Any], misfits: Misfits) -> None:
+    """Raise ValueError on every rank if any rank has found misfits."""
+    if sharding.anywhere(bool(misfits.lines), [p for group in groups for p in group["params"]]) and not misfits.lines:
+        misfits.add("another rank found what does not fit its parts, and says it")
+    if misfits.lines and (whose := _whose(cls, groups, saved)):
+        misfits.heading += f": {whose}"
+    misfits.stop()
 
 
 WHOSE: Mapping[frozenset[str], str] = {
@@ -295,7 +298,7 @@ def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
 def _present(
     groups: list[Mapping[str, Any]], entries: Mapping[Any, Any], misfits: Misfits
 ) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
-    """Groups and states in the present version; those of torch.optim and others, which name no plan, as they are."""
+    """Return groups and states in the present version. Groups without a plan, as of torch.optim, stay as they are."""
     made, states = [], dict(entries)
     for i, group in enumerate(groups):
         if "plan" not in group:
@@ -316,7 +319,7 @@ def _present(
 
 
 def _before_axes(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
-    """The parameters, by their numbers, of groups of an older version."""
+    """Return the numbers of the parameters in groups from before AXES."""
     found: set[Any] = set()
     for group in groups:
         version = group.get("format", 0)
@@ -326,14 +329,14 @@ def _before_axes(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
-    """A copy of a state dict that hooks may change; TypeError where it is none."""
+    """Return a copy of a state dict that hooks may change; TypeError if it is no mapping."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{cls.__name__}.load_state_dict takes the dict that state_dict() made, got {saved!r:.80}")
     return dict(saved)
 
 
 def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
-    """(groups, states by the parameters' numbers) of a state dict; ValueError where it is built otherwise."""
+    """Return (groups, states by the parameters' numbers) of a state dict; ValueError if it is built otherwise."""
     groups, entries = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups
@@ -364,7 +367,7 @@ def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str,
 
 
 def _is_key(number: object) -> bool:
-    """Whether a dict finds it by its value."""
+    """Return True if a dict can look it up by value."""
     if isinstance(number, Tensor):
         return False
     try:
@@ -375,7 +378,7 @@ def _is_key(number: object) -> bool:
 
 
 def has_values(value: Tensor) -> bool:
-    """Whether a tensor has memory with a place for each of its elements: reading others ends the process."""
+    """Return True if a tensor has memory for each of its elements: reading any other would crash the process."""
     if value.layout is not torch.strided or value.is_meta:
         return False
     if type(value) not in (Tensor, nn.Parameter) or not value.numel():  # those of other types are made of others
@@ -385,7 +388,7 @@ def has_values(value: Tensor) -> bool:
 
 
 def without_values(value: Tensor) -> str:
-    """What a tensor is that has none, as errors say it: "" where it has."""
+    """Describe a tensor without values for an error message; "" if it has values."""
     if has_values(value):
         return ""
     strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
@@ -393,23 +396,23 @@ def without_values(value: Tensor) -> str:
 
 
 def _is_there(entry: object) -> bool:
-    """Whether there is a state, or something that is none in its place."""
+    """Return True for a nonempty state, and for anything in its place that is no mapping."""
     return bool(entry) if isinstance(entry, Mapping) else entry is not None
 
 
 def _short(value: object) -> str:
-    """How errors show what may be anything."""
+    """Return a short text of any value for an error message."""
     if isinstance(value, Tensor):
         return state.describe(value.dtype, tuple(value.shape))
     return f"{value!r:.80}"
 
 
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
-    """id(parameter) -> its number in the checkpoint.
+    """Return id(parameter) -> its number in the checkpoint.
 
-    By name where a group's names are the same in another order, or are but for wrappers of modules (torch.compile,
-    checkpoint_wrapper); else, as torch does, by position (renamed models).  Names that agree only in part mean another
-    model and are refused.
+    Parameters of a group are matched by name if the names are the same in any order, wrappers of modules
+    (torch.compile, checkpoint_wrapper) ignored. Otherwise they are matched by position, as torch does (renamed models).
+    Names of which only some agree mean another model and are refused.
     """
     if len(groups) != len(saved):
         misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
@@ -439,7 +442,7 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
 
 
 def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
-    """Each name, and how often it stands before: two parameters may share one."""
+    """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
     seen: Counter[plans.Label] = Counter()
     found = []
     for name in names:
@@ -449,13 +452,13 @@ def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
 
 
 def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
-    """The same without wrappers; as they are, where two would share a name."""
+    """Do the same without the names of wrappers, unless two parameters would then share a name."""
     found = [overrides.bare(name) if isinstance(name, str) else name for name in names]
     return _counted(found if len(set(found)) == len(found) else names)
 
 
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
-    """id(parameter) -> its position in the checkpoint, counted over all of its groups."""
+    """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
     numbers = [number for group in saved for number in group["params"]]
     place = {number: position for position, number in enumerate(numbers)}
     return {key: place[number] for key, number in _match(groups, saved, misfits).items()}
@@ -469,7 +472,7 @@ def _merge(
     order: Mapping[int, Any],
     misfits: Misfits,
 ) -> dict[str, Any]:
-    """The group as it is after loading: saved options and names over the present ones, present parameters."""
+    """Return the group after loading: present parameters, with saved options and names over the present ones."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
     if (given := taken.pop("param_names", None)) is not None:  # what random bits go by; in the present order
         names = dict(zip(saved["params"], given, strict=True))
@@ -487,7 +490,7 @@ def _merge(
 
 
 def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
-    """What each group calls its parameters: their names, or positions over all groups."""
+    """Return the labels of each group's parameters: their names, or positions over all groups."""
     start, found = 0, []
     for group in groups:
         count = len(group["params"])
@@ -498,9 +501,9 @@ def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
 
 
 def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any], unnamed: bool) -> None:
-    """Record in merged groups by what the random bits of parameters go on, where that is not what they are called now.
+    """Record in merged groups the labels by which random bits were drawn, if parameters have other labels now.
 
-    unnamed   whether the optimizer that was saved had no names, so that bits went by positions
+    unnamed   the saved optimizer had no names, so that bits were drawn by positions
     """
     found: dict[Any, plans.Label] = {}
     for group, labels in zip(saved, _labels(saved), strict=True):
@@ -517,9 +520,9 @@ def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Map
 def _take_overrides(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
-    """Gives merged groups the plans of single parameters that the checkpoint has, under the names that hold now.
+    """Give merged groups the checkpoint's plans of single parameters, under the present names.
 
-    A group of another package has none, and takes nothing away.  Warns where they are not those of the optimizer.
+    Groups of other packages have none and change nothing. Warns if the plans differ from the optimizer's.
     """
     changed = _take("overrides", plans.own, groups, merged, saved, order)
     if changed:
@@ -536,7 +539,7 @@ def _take_overrides(
 def _take_blocks(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
-    """The same for the blocks into which single parameters fall."""
+    """Do the same for the blocks of single parameters."""
     changed = _take("blocks", lambda group: blocks.of(cls, group), groups, merged, saved, order)
     if changed:
         label, was, now = changed[0]
@@ -557,9 +560,9 @@ def _take(
     saved: Sequence[Mapping[str, Any]],
     order: Mapping[int, Any],
 ) -> list[tuple[plans.Label, Any, Any]]:
-    """Records in merged groups what the checkpoint's say under a key of single parameters, which `read` finds.
+    """Record in merged groups the checkpoint's settings of single parameters under `key`, which `read` finds.
 
-    Returns (label, what this optimizer has, what the checkpoint has) where they differ.
+    Returns (label, this optimizer's setting, the checkpoint's) where they differ.
     """
     theirs: dict[Any, Any] = {}
     for group, labels in zip(saved, _labels(saved), strict=True):
@@ -603,11 +606,11 @@ def select(
     name: plans.Label | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> tuple[str, ModuleType, Variant]:
-    """(plan name, plan, variant) of a parameter under the options of its group.
+    """Return (plan name, plan, variant) of a parameter under the options of its group.
 
-    name   by which the group knows the parameter: its name, or its position over all groups; None: it has no plan of
-           its own
-    kept   its state, where the variant is to be the one that this is of (`held`)
+    name   the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its
+           own
+    kept   its state, if the variant is to be the one of this state (`held`)
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
@@ -621,10 +624,10 @@ def select(
 def held(
     cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None, variant: Variant, kept: Mapping[str, Any]
 ) -> Variant:
-    """The variant whose states an entry has: that of the parameter, or one beside it for other flags.
+    """Return the variant whose states an entry has: the parameter's, or that of another setting of the flags.
 
-    While a hyper-parameter is 0, a state that is there only where it is not (SGD's momentum_buffer) stays as it is, as
-    torch leaves it; where it is 0 from the beginning, there is none until it has been set and a step was made.
+    While a hyper-parameter is 0, a state that only other values need (SGD's momentum_buffer) stays as it is, as in
+    torch. If it is 0 from the beginning, there is no such state until it has been set and a step was made.
     """
     if variant.keys == kept.keys():
         return variant
@@ -653,12 +656,12 @@ def held(
 
 
 def _apart(a: Variant, b: Variant) -> set[str]:
-    """The flags that differ."""
+    """Return the names of the flags that differ."""
     return {name for name in a.flags.keys() | b.flags.keys() if a.flags.get(name, 0) != b.flags.get(name, 0)}
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
-    """Room for the states of those parameters that are on the CPU and have a plan: the rest will be refused."""
+    """Return a buffer for the states of the parameters on the CPU that have a plan; the others will be refused."""
     sizes: list[int] = []
     for label, p in params.items():
         with suppress(TypeError, ValueError):
@@ -667,24 +670,49 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tens
     return Arena(sizes)
 
 
-def _load_one(
+class _Source(NamedTuple):
+    """The saved state of a parameter, decoded if another package made it.
+
+    target   the parameter that the optimizer has
+    p        its values where its states are: on a sharded parameter this rank's part, or all of it if gathered
+    own      an optgen optimizer saved the state
+    entry    the state without keys of value None
+    codes    codes and scales of another package, which the plan may read as they are
+    exact    the full weight, if another package saved it
+    where    the parameter and its plan, as misfits call it
+    """
+
+    plan: ModuleType
+    variant: Variant
+    target: Tensor
+    p: Tensor
+    parts: sharding.Parts | None
+    own: bool
+    entry: Mapping[str, Any]
+    codes: Mapping[str, tuple[Tensor, Tensor]]
+    exact: Tensor | None
+    where: str
+
+    def of_target(self, shown: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (parameter, its new values) for `Loaded.rounded`, of this rank's part if the parameter is sharded."""
+        if self.parts is None:
+            return self.target, shown
+        if self.parts.gathered:  # p is a copy of all of it
+            return sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
+        return self.p, shown
+
+
+def _opened_entry(
     cls: Any,
     group: Mapping[str, Any],
     p: Tensor,
-    entry: Any,
-    name: object,
     label: plans.Label,
+    entry: Any,
     own: bool,
+    where: str,
     misfits: Misfits,
-    arena: Arena,
-    rounded: list[tuple[Tensor, Tensor]],
-) -> state.State | None:
-    """A state for p made of a checkpoint's entry (`own`: of this package); None where it is empty or does not fit.
-
-    name    as errors call the parameter
-    label   as its group does
-    """
-    where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+) -> _Source | None:
+    """Return the source of a parameter's state; None, with misfits unless it is empty, if there is nothing to read."""
     if not isinstance(entry, Mapping):
         misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
         return None
@@ -695,76 +723,98 @@ def _load_one(
         if isinstance(value, Tensor) and (kind := without_values(value)):
             misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
             return None
+    target, parts, exact, codes, errors = p, None, None, {}, None
     try:
         plan_name, plan, variant = select(cls, group, p, label)
-        errors = None if own else found.get("error_bits")
-        codes = {} if own else reader().codes(found, variant.states)
-        found = found if own else reader().dense(found, variant.states, tuple(p.shape))
+        if not own:
+            errors = found.get("error_bits")
+            codes = reader().codes(found, variant.states)
+            found = reader().dense(found, variant.states, tuple(p.shape))
         variant = held(cls, group, p, label, variant, found)
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
-    before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
-    parts, whole = None, p
     try:
         p = state.at_home(p)
         if sharding.is_sharded(p):
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
             errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
-        exact = None if own else reader().weight({"error_bits": errors}, p, group.get("master_bytewidth"))
+        if not own:
+            exact = reader().weight({"error_bits": errors}, p, group.get("master_bytewidth"))
     except ValueError as error:
         misfits.add(f"{where}: {error}")
         return None
-    dense = not own and is_dense(variant, p, found)
+    return _Source(plan, variant, target, p, parts, own, found, codes, exact, where)
+
+
+def _state(source: _Source, arena: Arena, rounded: list[tuple[Tensor, Tensor]], misfits: Misfits) -> state.State | None:
+    """Return the state that a source holds; its misfits are added, and then the result is of no use."""
+    before, variant = len(misfits.lines), source.variant
+    dense = not source.own and is_dense(variant, source.p, source.entry)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
-    for key in sorted(map(str, found.keys() - expected)):
-        misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
-    made = _scalars(variant, found, dense, where, misfits)
-    if dense:
-        apart = variant.of_whole and parts is not None and not parts.gathered and bool(parts.layout.dims())
-        assembled: dict[str, Tensor] = {}
-        if apart and parts is not None:  # whatever this rank finds wrong: others may not, and would wait
-            assembled = parts.assembled({key: found[key].to(p.device) for key in variant.states})
-        _numbers({**found, **assembled}, variant.states, variant.nonneg, where, misfits)
-        if len(misfits.lines) == before:
-            values = {key: found[key].to(p.device) for key in variant.states}
-            room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
-            exact = low_bits.exact(p) if exact is None else exact
-            wanted = variant.names if exact is None else (*variant.names, "p")
-            if parts is not None and apart:
-                made.update(_encode_apart(plan, variant, p, parts, assembled, room))
-                wanted = tuple(name for name in wanted if name not in made)
-            made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
-            if codes and parts is None:
-                _keep_codes(plan, variant, p, values, codes, made)
-            if exact is not None:
-                shown = made.pop("p")
-                if parts is not None and parts.gathered:  # p is a copy of all of it
-                    p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
-                _write_later([(whole if parts is None else p, shown)], rounded, where, misfits)
-        return made if parts is None else parts.wrapped(made)
+    for key in sorted(map(str, source.entry.keys() - expected)):
+        misfits.add(f"{source.where}: {key}: not expected (it has {', '.join(sorted(expected))})")
+    made = _scalars(variant, source.entry, dense, source.where, misfits)
+    fill = _encode_dense if dense else _copy_fields
+    rounds = fill(source, made, arena, before, misfits)
+    _write_later(rounds, rounded, source.where, misfits)
+    return made if source.parts is None else source.parts.wrapped(made)
+
+
+def _encode_dense(
+    source: _Source, made: dict[str, Any], arena: Arena, before: int, misfits: Misfits
+) -> list[tuple[Tensor, Tensor]]:
+    """Encode dense states into `made`; returns the weights that are rounded anew, and their new values.
+
+    before   the number of misfits at which nothing is wrong with this parameter
+    """
+    plan, variant, p, parts, where = source.plan, source.variant, source.p, source.parts, source.where
+    apart = variant.of_whole and parts is not None and not parts.gathered and bool(parts.layout.dims())
+    assembled: dict[str, Tensor] = {}
+    if apart and parts is not None:  # even if this rank found misfits: the others would wait for it
+        assembled = parts.assembled({key: source.entry[key].to(p.device) for key in variant.states})
+    _numbers({**source.entry, **assembled}, variant.states, variant.nonneg, where, misfits)
+    if len(misfits.lines) > before:
+        return []
+    values = {key: source.entry[key].to(p.device) for key in variant.states}
+    room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
+    exact = low_bits.exact(p) if source.exact is None else source.exact
+    wanted = variant.names if exact is None else (*variant.names, "p")
+    if apart and parts is not None:
+        made.update(_encode_apart(plan, variant, p, parts, assembled, room))
+        wanted = tuple(name for name in wanted if name not in made)
+    made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
+    if source.codes and parts is None:
+        _keep_codes(plan, variant, p, values, source.codes, made)
+    return [] if exact is None else [source.of_target(made.pop("p"))]
+
+
+def _copy_fields(
+    source: _Source, made: dict[str, Any], arena: Arena, before: int, misfits: Misfits
+) -> list[tuple[Tensor, Tensor]]:
+    """Copy the variant's own fields into `made`; returns as `_encode_dense` does."""
+    plan, variant, p, where = source.plan, source.variant, source.p, source.where
     for f in variant.fields:
-        tensor = _field(f, p, found.get(f.name), where, misfits, arena)
+        tensor = _field(f, p, source.entry.get(f.name), where, misfits, arena)
         if tensor is not None:
             made[f.name] = tensor
-    if len(misfits.lines) == before:
-        floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
-        _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
-        coded = [n for n in variant.states if not variant.is_plain(n)]
-        read = layout.decode(plan, variant, p, made, coded) if coded else {}
-        _numbers(read, coded, variant.nonneg, where, misfits)
-        _headers(made, read, variant.fields, where, misfits)
-        found_here = [(whole if parts is None else q, shown) for q, shown in _true_rounding(plan, variant, p, made)]
-        _write_later(found_here, rounded, where, misfits)
-    return made if parts is None else parts.wrapped(made)
+    if len(misfits.lines) > before:
+        return []
+    floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
+    _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
+    coded = [n for n in variant.states if not variant.is_plain(n)]
+    read = layout.decode(plan, variant, p, made, coded) if coded else {}
+    _numbers(read, coded, variant.nonneg, where, misfits)
+    _headers(made, read, variant.fields, where, misfits)
+    return [source.of_target(shown) for _, shown in _true_rounding(plan, variant, p, made)]
 
 
 def _write_later(
     found: list[tuple[Tensor, Tensor]], rounded: list[tuple[Tensor, Tensor]], where: str, misfits: Misfits
 ) -> None:
-    """Notes what weights are to hold; a misfit for one that could not be written."""
+    """Record the new values of weights; a weight that cannot be written is a misfit."""
     for p, shown in found:
         if state.of_inference(p):
             misfits.add(f"{where}: the parameter {state.INFERENCE}")
@@ -779,10 +829,10 @@ def _encode_apart(
     values: Mapping[str, Tensor],
     room: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """This rank's parts of what states are stored as with statistics of their whole tensor.
+    """Encode states whose formats need statistics of the whole tensor, and return this rank's parts.
 
-    p       this rank's part of the parameter: the states do not depend on it
-    values  the states, whole
+    p       this rank's part of the parameter; the states do not depend on its values
+    values  the states of the whole tensor
     room    tensors to write the parts into
     """
     like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)
@@ -799,10 +849,10 @@ def _keep_codes(
     codes: Mapping[str, tuple[Tensor, Tensor]],
     made: dict[str, Any],
 ) -> None:
-    """Puts another package's own codes and scales into `made` where the plan reads them as the very same numbers.
+    """Keep another package's codes and scales in `made` if the plan decodes them to the same numbers.
 
-    Encoding the numbers anew would not give them back where a table has no -1: a block's largest magnitude is then
-    less than the scale it was made with.
+    Encoding the numbers would not give the same codes if a table has no -1: a block's largest magnitude may then be
+    less than the scale that it was encoded with.
     """
     trial = dict(made)
     for name, (code, scale) in codes.items():
@@ -828,10 +878,10 @@ def _keep_codes(
 def _true_rounding(
     plan: ModuleType, variant: Variant, p: Tensor, made: Mapping[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """What p has to hold where it was cast from the very weight whose low bits `made` has.
+    """Return (p, its new value) if p was cast from the weight whose low bits are in `made`.
 
-    A cast rounds ties to even, a split weight rounds them up: without this such a weight would come back one place
-    off.  Low bits of any other weight belong to a p that is still to be loaded, and are left alone.
+    A cast rounds ties to even and a split weight rounds them up: without this the weight would differ in its last
+    place. Low bits of any other weight belong to a p that is loaded later.
     """
     own = [f.name for f in variant.fields if f.owner == "p"]
     exact = low_bits.exact(p) if own else None
@@ -844,8 +894,10 @@ def _true_rounding(
 def _numbers(
     values: Mapping[str, Tensor], names: Iterable[str], nonneg: Collection[str], where: str, misfits: Misfits
 ) -> None:
-    """A misfit for every tensor with a NaN in it, and for those of `nonneg` with a negative number: from a run that
-    diverged, or a damaged file."""
+    """Add a misfit for every tensor with NaN, and for tensors of `nonneg` with negative numbers.
+
+    Both come from a run that diverged, or a damaged file.
+    """
     for name in names:
         wrong = int(values[name].isnan().sum())
         if wrong:
@@ -858,10 +910,10 @@ def _numbers(
 def _headers(
     values: Mapping[str, Tensor], read: Mapping[str, Tensor], fields: Iterable[Field], where: str, misfits: Misfits
 ) -> None:
-    """A misfit for every field of integers with one that its format never writes, or that makes an infinity: as a range
-    most integers can be read.
+    """Add a misfit for every field of block headers with a value that its format never writes, or that decodes to
+    infinity.
 
-    read   the states as they are decoded
+    read   the decoded states
     """
     for f in fields:
         if f.most is None:
@@ -879,7 +931,7 @@ def _headers(
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
-    """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
+    """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
     if not variant.fields:
         return False
     few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
@@ -896,10 +948,10 @@ def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
 
 
 def _scalars(variant: Variant, found: Mapping[str, Any], dense: bool, where: str, misfits: Misfits) -> dict[str, Any]:
-    """`step` and the host states of an entry.
+    """Return `step` and the host states of an entry.
 
-    torch's SGD counts no steps; where its buffer is there at all, a step was made, and that is all that a rule
-    without a count asks.
+    torch's SGD counts no steps. If its buffer is there, a step was made, which is all that a rule without a count
+    needs to know.
     """
     own = set(variant.names) - set(variant.states)
     made: dict[str, Any] = {"step": 1}
@@ -919,7 +971,7 @@ def _scalars(variant: Variant, found: Mapping[str, Any], dense: bool, where: str
 
 
 def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena: Arena) -> Tensor | None:
-    """A private, contiguous copy of a saved field on p's device; floats are cast to the declared dtype."""
+    """Copy a saved field to p's device as a contiguous tensor; floats are cast to the declared dtype."""
     want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
     if not isinstance(value, Tensor):
         got = "it is missing" if value is None else f"got {_short(value)}"
@@ -933,7 +985,7 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
 
 
 def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state as torch.optim keeps it: fp32 tensors under the states' names, `step` as a tensor."""
+    """Return a parameter's state in torch.optim's form: fp32 tensors under the states' names, `step` as a tensor."""
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
         dense[name] = torch.tensor(float(entry[name]), dtype=torch.float32, device="cpu")
