@@ -118,7 +118,7 @@ def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPat
     ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
     theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
     compare(ours, theirs, SHAPES)
-    assert theirs[2]._replay.last is not None
+    assert theirs[2]._fast_path.last is not None
 
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
@@ -217,7 +217,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
     whole = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     cut = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     function, given = stages_of(cut[2])
-    count = len(cut[2]._replay.last.parts[0].variant.stages)
+    count = len(cut[2]._fast_path.last.buckets[0].variant.stages)
     assert function(*given, -1, count) and function(*given, 0, count + 1)
     for k in range(count):
         assert function(*given, k, k + 1) == 0
@@ -229,7 +229,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
 
 def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
     """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
-    part = opt._replay.last.parts[0]
+    part = opt._fast_path.last.buckets[0]
     (library,) = native.load([cpu.job(plan_module(opt, part), part.variant.kernel_name, torch.bfloat16)])
     assert isinstance(library, ctypes.CDLL)
     function = library.optgen_stages

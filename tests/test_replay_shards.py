@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optgen.runtime import replay
+from optgen.runtime import native
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from generated import AdamW, LAMB
-from optgen.runtime import replay, sharding
+from optgen.runtime import fast_path, sharding
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
-again, taken = replay.Replay.again, []
-replay.Replay.again = lambda *args: taken.append(again(*args)) or taken[-1]
+again, taken = fast_path.CachedStep.run, []
+fast_path.CachedStep.run = lambda *args: taken.append(again(*args)) or taken[-1]
 
 
 def shard(*shape, dtype=torch.bfloat16, seed=0, of=Shard(0)):
@@ -42,7 +42,7 @@ def made(short, **options):
     params = [torch.nn.Parameter(shard(*shape, seed=k)) for k, shape in enumerate([(8, 640), (5, 130), (0, 7), (1,)])]
     opt = AdamW(params, plan="int8_split24", backend="cpp", lr=1e-2, **options)
     if not short:
-        opt._replay.keep = lambda *_: None
+        opt._fast_path.keep = lambda *_: None
     for step in range(2):
         give(opt, step)
         opt.step()
@@ -83,7 +83,7 @@ SHORT = {nothing, grad_elsewhere}
 for change in (nothing, grad_elsewhere, grad_by_columns, grad_placed_otherwise, no_grad, grad_half, part_moved,
                state_part_moved, state_replaced, step_set):
     one, other = made(True), made(False)
-    assert one._replay.last is not None and other._replay.last is None
+    assert one._fast_path.last is not None and other._fast_path.last is None
     for opt in (one, other):
         p = opt.param_groups[0]["params"][0]
         change(p, opt.state[p])
@@ -112,12 +112,12 @@ for cls, shape, options in ((LAMB, (8, 64), {}), (AdamW, (4160 // 2,), {})):
             params[0].grad = shard(8, 640, seed=step)
             opt.step()
         waits = cls is LAMB or not frozen
-        assert (opt._replay.last is None) == waits, (cls, frozen)
+        assert (opt._fast_path.last is None) == waits, (cls, frozen)
     params[1].requires_grad_(False)
 """
 
 
-@pytest.mark.skipif(replay.probe() is None, reason="no C++ compiler, or torch lacks DLPack's functions")
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 def test_whatever_changes_between_steps_over_parts_is_seen() -> None:
     found = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, timeout=300, env=os.environ

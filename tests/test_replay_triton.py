@@ -12,11 +12,10 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from generated import LAMB, AdamW
-from optgen.runtime import Optimizer, control, launch, replay
+from optgen.runtime import Optimizer, control, fast_path, launch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow"),
-    pytest.mark.skipif(replay.probe() is None, reason="no C++ compiler, or torch lacks DLPack's functions"),
 ]
 
 SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]
@@ -42,7 +41,7 @@ def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, *
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
     opt = cls(groups, lr=0.1, plan="fp32", backend=backend, **options)
     if not short:
-        opt._replay.keep = lambda *_: None  # type: ignore[method-assign]
+        opt._fast_path.keep = lambda *_: None  # type: ignore[method-assign]
     for step in range(2):
         give(params, step)
         opt.step()
@@ -147,11 +146,11 @@ def test_whatever_changes_is_seen(
     change: Callable[[Optimizer], None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt, long = trained(AdamW, **options), trained(AdamW, short=False, **options)
-    assert opt._replay.last is not None
-    assert long._replay.last is None
+    assert opt._fast_path.last is not None
+    assert long._fast_path.last is None
     taken: list[bool] = []
-    again = replay.Replay.again
-    monkeypatch.setattr(replay.Replay, "again", lambda *args: taken.append(again(*args)) or taken[-1])
+    again = fast_path.CachedStep.run
+    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
     for one in (opt, long):
         change(one)
         one.step()
@@ -164,7 +163,7 @@ def test_whatever_changes_is_seen(
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
 def test_steps_of_several_stages(options: dict[str, Any]) -> None:
     opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
-    kept, taken = opt._replay.last, []
+    kept, taken = opt._fast_path.last, []
     for step in range(4):
         for one in (opt, long):
             taken.append([p.grad for p in params_of(one)])  # alive, so that the new ones lie elsewhere
@@ -172,7 +171,7 @@ def test_steps_of_several_stages(options: dict[str, Any]) -> None:
                 one.zero_grad()
             give(params_of(one), step)
             one.step()
-        assert opt._replay.last is kept is not None
+        assert opt._fast_path.last is kept is not None
     assert everything(opt) == everything(long)
 
 
@@ -211,7 +210,7 @@ def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
             end += -(-size // 64) * 64 + (k % 2)  # every second one lies at an odd place
         opt = AdamW(params, plan="bf16_sr", lr=0.1, backend="triton")
         if not short:
-            opt._replay.keep = lambda *_: None  # type: ignore[method-assign]
+            opt._fast_path.keep = lambda *_: None  # type: ignore[method-assign]
         kept = []
         for step in range(6):
             for p in params:
@@ -219,12 +218,12 @@ def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
                 p.grad = p.grad.copy_(g) if step == 4 and p.grad is not None else g
             kept.append([p.grad for p in params])
             if step == 4:  # a long step finds tables that have followed
-                opt._replay.last = None
-            before = opt._replay.last
+                opt._fast_path.last = None
+            before = opt._fast_path.last
             opt.step()
-            assert opt._replay.last is (before if before is not None else opt._replay.last)
+            assert opt._fast_path.last is (before if before is not None else opt._fast_path.last)
         if short:
-            last = opt._replay.last
+            last = opt._fast_path.last
             assert last is not None
             assert max(len(start._following) for start, _ in last.starts) > 1  # type: ignore[attr-defined]
         sides.append(everything(opt))
@@ -239,7 +238,7 @@ def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "start", lambda *args, **more: count.append(1) or start(*args, **more))
     opt.step()
     short = len(count)
-    opt._replay = replay.Keeper()
+    opt._fast_path = fast_path.FastPath()
     opt.step()
     assert len(count) == 2 * short
 
@@ -255,7 +254,7 @@ def test_under_a_scaler(backend: str) -> None:
             p.grad.mul_(8.0)
         opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found)  # type: ignore[attr-defined]
         opt.step()
-        assert opt._replay.last is not None
+        assert opt._fast_path.last is not None
         if not found:
             give(params_of(plain), step)
             plain.step()

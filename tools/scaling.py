@@ -94,7 +94,7 @@ def without_kernels() -> Iterator[None]:
         return 0
 
     with (
-        mock.patch.object(cpu, "kernels", lambda buckets, also=(): [nothing for _ in buckets]),
+        mock.patch.object(cpu, "kernels", lambda buckets: [nothing for _ in buckets]),
         mock.patch.object(launch, "choose", return_value="cpp"),
         mock.patch.object(layout, "encode", return_value={}),
     ):

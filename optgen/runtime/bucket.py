@@ -25,7 +25,6 @@ class Bucket:
     step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
                    is the first to be counted there starts with numbers (`move_count`)
     counted        whether steps are counted on the device (see control.py)
-    done           steps done, where they are counted on the device and the host knows them
     left           the tensor that counted them so far, where it goes on counting for others only
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
@@ -44,7 +43,6 @@ class Bucket:
     step: int | Tensor
     host: tuple[float, ...] | tuple[Tensor, ...]
     counted: bool = False
-    done: int | None = None
     left: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -122,7 +120,6 @@ class Bucket:
             self.left, self.step = self.step, self.step.clone()
             self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
         elif not isinstance(self.step, Tensor):
-            self.done = self.step
             self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
             self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,28 +59,12 @@ class Scaler(NamedTuple):
         return sign if self.scale is None else sign / float(self.scale.item())
 
 
+@dataclass(slots=True)
 class Counter:
-    """A tensor that counts steps on a device, or holds a host state, and how many parameters share it.
+    """A tensor that counts steps on a device, or holds a host state, and how many parameters share it."""
 
-    What it holds the host knows as well, where it began with a number and nobody but the host's own steps has written
-    it since: not a GradScaler that skips steps there, nor a graph, nor a user (who moves its version).
-    """
-
-    def __init__(self, tensor: Tensor, shared: int) -> None:
-        self.tensor, self.shared = tensor, shared
-        self._value: int | None = None
-        self._version = 0
-
-    @property
-    def value(self) -> int | None:
-        """The steps that it counts, where the host knows them."""
-        return None if self._value is None or self.tensor._version != self._version else self._value
-
-    def says(self, value: int | None) -> None:
-        """It holds this now."""
-        self._value = None if self.tensor.is_inference() else value
-        if self._value is not None:
-            self._version = self.tensor._version
+    tensor: Tensor
+    shared: int
 
 
 class Counters:
@@ -102,8 +87,8 @@ class Counters:
         found = self.of(x)
         return 0 if found is None else found.shared
 
-    def take(self, buckets: Iterable[Bucket], known: bool) -> None:
-        """After a step of these buckets; `known`: which the host knows to have been made, once."""
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """Note the counters of the buckets of a step."""
         for bucket in buckets:
             left = self.of(bucket.left)
             if left is not None:
@@ -111,13 +96,7 @@ class Counters:
         for bucket in buckets:
             for x in (bucket.step, *bucket.host):
                 if isinstance(x, Tensor):
-                    before = self.of(x)
-                    if before is not None:  # whoever still has it knows nothing from now on
-                        before.says(None)
                     self._known[id(x)] = Counter(x, len(bucket.params))
-            own = self.of(bucket.step)
-            if own is not None and known and bucket.done is not None:
-                own.says(bucket.done + 1)
 
     def forget(self, states: Mapping[Any, Any]) -> None:
         """Drops what no state holds any more, once there is much of it."""

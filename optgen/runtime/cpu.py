@@ -53,16 +53,12 @@ def job(plan: ModuleType, kernel: str, grad: torch.dtype) -> native.Job:
     return native.Job(f"{kernel}-{name}", text, (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={name}"))
 
 
-def kernels(buckets: Sequence[Bucket], also: Sequence[native.Job] = ()) -> list[Step | native.Unavailable]:
-    """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why.
-
-    also   libraries that will be wanted soon, compiled in the same time
-    """
+def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
+    """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why."""
     jobs = [job(b.plan, b.variant.kernel_name, b.grad_dtype) for b in buckets]
-    found = native.load([*jobs, *also])[: len(jobs)]
     return [
         made if isinstance(made, native.Unavailable) else _function(made, bucket)
-        for made, bucket in zip(found, buckets, strict=True)
+        for made, bucket in zip(native.load(jobs), buckets, strict=True)
     ]
 
 

@@ -29,11 +29,11 @@ from optgen.runtime import (
     control,
     cpu,
     cpu_stages,
+    fast_path,
     layout,
     native,
     options,
     plans,
-    replay,
     staged,
     stages,
     state,
@@ -109,12 +109,12 @@ def tuned(tuning: Tuning) -> Iterator[None]:
     """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
     global _tuning
     before, _tuning = _tuning, tuning
-    replay.tunings += 1
+    fast_path.tunings += 1
     try:
         yield
     finally:
         _tuning = before
-        replay.tunings += 1
+        fast_path.tunings += 1
 
 
 @functools.cache
@@ -410,9 +410,7 @@ class Launcher:
         made = [replace(x, table=table) for x, table in zip(last.launches, tables, strict=True)]
         return Tables(now, made, None, None, last.scalars, last.numbers)
 
-    def _build(
-        self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]
-    ) -> list[Launch]:
+    def _build(self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]) -> list[Launch]:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
@@ -434,13 +432,14 @@ class Launcher:
         return launches
 
 
-def made(bucket: Bucket, tables: Tables, counter: control.Counter | None) -> replay.Made:
-    """A bucket's step, as it can be made again; `counter`: what counts it on the device."""
+def prepared(bucket: Bucket, tables: Tables) -> fast_path.PreparedBucket:
+    """Return a bucket's launches as the fast path makes them again."""
     if tables.table is not None:
-        return replay.Made(bucket, tables.table)
+        return fast_path.PreparedBucket(bucket, tables.table)
     shapes, streams, columns, places, _ = tables.signature
     table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
-    return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None, counter)
+    scalars = tables.scalars if bucket.counted else None
+    return fast_path.PreparedBucket(bucket, table, starter(bucket, tables), scalars)
 
 
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
@@ -483,7 +482,7 @@ class _Kernels(ABC):
         self._following: list[_Following] | None = None
 
     def follow(self, table: cpu.Table) -> None:
-        """See replay.Start."""
+        """See fast_path.Start."""
         if not table.tensors:
             return
         tables = self.tables
@@ -504,7 +503,7 @@ class _Kernels(ABC):
 
     @abstractmethod
     def __call__(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
-        """See replay.Start."""
+        """See fast_path.Start."""
 
     @abstractmethod
     def load(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
@@ -685,7 +684,7 @@ def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
     wanted = [(bucket, option) for bucket, option in zip(buckets, asked, strict=True) if bucket.backend == "cpp"]
     if not wanted:
         return
-    found = cpu.kernels([bucket for bucket, _ in wanted], also=[replay.job()])
+    found = cpu.kernels([bucket for bucket, _ in wanted])
     for (bucket, option), made in zip(wanted, found, strict=True):
         if not isinstance(made, native.Unavailable):
             bucket.kernel = made

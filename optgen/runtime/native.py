@@ -383,14 +383,12 @@ class Job:
     source   text; it finds the headers of optgen/runtime/cpp
     defines  preprocessor macros, "NAME=value"
     vector   whether it is compiled for the instruction set of this CPU, or for any
-    held     whether its functions are called with Python's lock held
     """
 
     name: str
     source: str
     defines: tuple[str, ...] = ()
     vector: bool = True
-    held: bool = False
 
     def flags(self, isa: Isa) -> list[str]:
         defines = [f"-D{define}" for define in (*self.defines, f"OPTGEN_L1={first_level_cache()}")]
@@ -485,7 +483,7 @@ def _cached(job: Job, path: Path | None, stamp: bytes) -> ctypes.CDLL | None:
 
 def _open(job: Job, path: Path, stamp: bytes) -> ctypes.CDLL:
     """OSError where it does not load, or where it is not what it is taken for."""
-    library: ctypes.CDLL = (ctypes.PyDLL if job.held else ctypes.CDLL)(str(path))
+    library = ctypes.CDLL(str(path))
     said: Any = library.optgen_stamp
     said.restype, said.argtypes = ctypes.c_char_p, ()
     if said() != stamp.hex().encode():

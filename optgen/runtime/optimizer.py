@@ -22,6 +22,7 @@ from optgen.runtime import (
     control,
     cpu,
     evaluation,
+    fast_path,
     interrupts,
     keys,
     launch,
@@ -32,7 +33,6 @@ from optgen.runtime import (
     options,
     plans,
     release,
-    replay,
     sharding,
     shared,
     state,
@@ -271,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
     def _forget_tables(self) -> None:
         """What kernels read beside the tensors, and the room in which they leave values for one another."""
         self._launcher = launch.Launcher()
-        self._replay = replay.Keeper()
+        self._fast_path = fast_path.FastPath()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -624,9 +624,9 @@ class Optimizer(torch.optim.Optimizer):
             return
         with interrupts.Later():
             try:
-                if self._replay.again(self.param_groups, self.state, scaler):
+                if self._fast_path.run(self.param_groups, self.state, scaler):
                     return
-            except replay.Stopped as stopped:
+            except fast_path.StepError as stopped:
                 self._break_off(stopped.error, stopped.done, stopped.at_work)
                 raise stopped.error from stopped.error.__cause__
         with torch.no_grad():
@@ -642,42 +642,28 @@ class Optimizer(torch.optim.Optimizer):
         shared.check(buckets)
         self._launcher.begin()
         prepared = [self._prepare(bucket, scaler) for bucket in buckets]
-        again = self._may_be_made_again(prepared)
         if not control.capturing():
             for bucket, tables, scalars, key, _ in prepared:
                 if bucket.backend == "triton" and tables is not None:
                     launch.load(bucket, tables, scalars, key)
-                    if again and scaler is None and self._host_may_know(bucket):
-                        launch.load(bucket, tables, [0.0] * bucket.variant.host_for(True)[1], 0)
         with interrupts.Later():
             self._run(prepared)
             if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
                 shared.spread(self.state, [bucket for bucket, *_ in prepared])
-            self._counters.take(buckets, scaler is None and not control.capturing())
+            self._counters.take(buckets)
             self._counters.forget(self.state)
-        if again:
-            made = [
-                launch.made(ready.bucket, ready.tables, self._counters.of(ready.bucket.step))
-                for ready in prepared
-                if ready.tables is not None
-            ]
-            self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
+        if self._has_fast_path(prepared):
+            launches = [launch.prepared(x.bucket, x.tables) for x in prepared if x.tables is not None]
+            self._fast_path.keep(type(self), self.param_groups, self.state, launches, scaler is not None)
 
-    def _may_be_made_again(self, prepared: Sequence[Ready]) -> bool:
-        """Whether a step that is like this one may be made the short way."""
+    def _has_fast_path(self, prepared: Sequence[Ready]) -> bool:
+        """Return True if steps that are like this one may take the fast path."""
         if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return False
         sharded = sharding.kind()
         if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
             return False
         return all(ready.tables is not None for ready in prepared)
-
-    def _host_may_know(self, bucket: Bucket) -> bool:
-        """Whether later steps of a bucket that is counted on the device may take their scalars from the host, for which
-        its kernels are compiled as those that are not counted there."""
-        if not bucket.counted or bucket.done is None or not replay.may_be_known(bucket):
-            return False
-        return replay.fixed(type(self), self.param_groups[bucket.group]) and replay.probe() is not None
 
     def _run(self, prepared: Sequence[Ready]) -> None:
         """The kernels; an error says what has been stepped before it."""
@@ -856,8 +842,6 @@ class Optimizer(torch.optim.Optimizer):
                     backend = launch.able(choice.backend, choice.plan, variant)
                     made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host, cut=cut)
                     made.counted = backend == "triton" and (counted or bool(choice.counted))
-                    if counted and (counter := self._counters.of(step)) is not None:
-                        made.done = counter.value
                     bucket = buckets.setdefault(key, made)
                     number_of = None if counted else step
                 if not ready:
@@ -1263,7 +1247,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
             with interrupts.Later():
-                self._replay, self._broke_off = replay.Keeper(), None
+                self._fast_path, self._broke_off = fast_path.FastPath(), None
                 weights.settle(loaded.rounded, started)
                 self.state = defaultdict(dict, loaded.states)
                 self.param_groups = loaded.groups

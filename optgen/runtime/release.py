@@ -2,7 +2,7 @@
 
 A hook of torch's runs when a gradient has been accumulated.  It steps an optimizer of that one parameter, which shares
 the state, the options, the name and the position of the parameter with the optimizer that the user holds, and so makes
-the same bits as an ordinary step.  It keeps tables of its own, so that the short way of replay.py holds for each.
+the same bits as an ordinary step.  It keeps tables of its own, so that each takes the fast path (fast_path.py).
 
 What `step()` still does then: parameters that have a gradient left (because fewer micro-batches than said came, or
 because they came into the optimizer after the hooks were placed).
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, checkpoint, options, plans, replay, sharding, state, strays
+from optgen.runtime import alone, checkpoint, fast_path, options, plans, sharding, state, strays
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 from optgen.runtime.warn import warn
@@ -93,8 +93,8 @@ class One:
         tuples = {id(found) for known in notes if (found := known.get(key)) is not None}  # they may share one
         states = (self.p in optimizer.state) + (self.p in stepper.state)
         # its own list and the user's, the record, the argument
-        replays = optimizer._replay.holds(self.p) + stepper._replay.holds(self.p)
-        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + replays
+        cached = optimizer._fast_path.holds(self.p) + stepper._fast_path.holds(self.p)
+        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + cached
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
@@ -306,7 +306,7 @@ class Release:
             one.refresh(optimizer)
             self._give_sums(one)
         _give_room(optimizer, ones)
-        optimizer._replay = replay.Keeper()  # of steps over parameters that get theirs within backward now
+        optimizer._fast_path = fast_path.FastPath()  # of steps over parameters that get theirs within backward now
         for one in ones:
             self._place(one)
         if clip is None:
@@ -557,7 +557,6 @@ class Release:
             f"off (max_grad_norm=0 in transformers)",
             type(optimizer),
         )
-
 
     def _offload_holds(self) -> bool:
         """Whether what moves parameters to the host and back refers to them, too."""
