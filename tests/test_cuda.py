@@ -189,6 +189,9 @@ def outside(
 @pytest.mark.parametrize("cell", [c for c in cells() if c.spec not in product.OF_MATRICES], ids=str)
 def test_fast_kernels_keep_to_their_enclosures(cell: Cell) -> None:
     shapes = TINY if DEVICE.type == "cpu" else SHAPES
+    if "model" in product.spaces_of(cell.spec):  # an enclosure sums over one tensor
+        assert not [x for shape in shapes if shape != (0,) for x in outside(cell, [shape], DEVICE)]
+        return
     assert not outside(cell, shapes, DEVICE)
     if not cell.flags:  # addressing is the same code under every flag
         assert not outside(cell, [*shapes[:2], (96, 80)], DEVICE, offset=1)
@@ -450,7 +453,9 @@ def test_the_reference_leaves_no_division_to_the_device_s_ways_with_numbers() ->
     """torch divides by a number that the host knows with its reciprocal on CUDA, and any number with the tensor's: none
     stands beside a division in printed text, and `quotient` hands the device tensors of its own."""
     found = []
-    for path in sorted((product.ROOT / "generated").glob("*/*/reference.py")):
+    paths = [p for folder in ("generated", "optgen/plans") for p in sorted((product.ROOT / folder).glob("*/eager.py"))]
+    assert len(paths) > 40
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.Pow):
                 continue
