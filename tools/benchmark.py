@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, the contenders, rounds in which they take turns, targets and reports.
+"""The shared parts of benchmarks: the machine, the contenders, rounds in which they take turns, targets and reports.
 
 Contenders stand in memory beside each other and are timed by torch.utils.benchmark, in a random order in every round. A
 ratio is the median of the rounds' own ratios: what slows a whole round down is in both of its times.

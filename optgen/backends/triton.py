@@ -436,7 +436,7 @@ class Term:
 
     @property
     def kind(self) -> str:
-        """How it is reduced, as the record of a sweep says it (optgen.runtime.triton_walk)."""
+        """Return the kind of reduction, as the record of a sweep spells it (optgen.runtime.triton_walk)."""
         if self.factors:
             return "square" if self.factors[0] is self.factors[1] else "product"
         return "max" if self.is_max else "sum"

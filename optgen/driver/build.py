@@ -99,9 +99,9 @@ class Built:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a generated folder holds.
+    """The contents of a generated folder.
 
-    sources  a part ("adamw", "adamw/fp32") -> the project's files that it was printed from, by their path from the
+    sources  a part ("adamw", "adamw/fp32") -> the project's files that it was generated from, by their path from the
              folder, with their hashes; the runtime compares them as a class is imported
     """
 

@@ -178,7 +178,7 @@ def is_ready(plan: Plan) -> bool:
 
 
 def codec_module(plan: Plan, above: str = "..") -> str:
-    """What a generated package imports a plan's codecs by; `above` leads from it to the folder with PLANS."""
+    """Return the module of a plan's codecs as generated packages import it; `above` leads to the folder of PLANS."""
     return f"{'optgen.' if is_ready(plan) else above}{PLANS}.{plan.name}.eager"
 
 

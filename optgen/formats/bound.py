@@ -1,4 +1,4 @@
-"""What a format states of its own error: a bound, and the numbers over which a certificate looks for the worst one."""
+"""The error that a format states: a bound, and the numbers over which a certificate looks for the largest error."""
 
 from __future__ import annotations
 

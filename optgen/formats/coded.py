@@ -76,7 +76,7 @@ class Coded(Format):
 
     @property
     def what(self) -> str:
-        """What is divided by the scale, as messages call it."""
+        """Return the name in messages of the value that the scale divides."""
         return "x / root" if self.relative else "root" if self.of == "sqrt" else "x"
 
     def of_scale(self, value: float, of: str, valid: str, slack: float, **more: Any) -> Bound:
@@ -95,7 +95,7 @@ class Curved(Coded):
 
     @property
     def zero(self) -> str:
-        """How code 0 of an unsigned format reads: "half" a code, "keep" (as 0), or "free": codes begin at 1."""
+        """Return how code 0 of an unsigned format is read: "half" a code, "keep" (0), or "free" (codes begin at 1)."""
         return "keep"
 
     def error_of_codes(self) -> tuple[float, float, Any]:
@@ -113,7 +113,7 @@ class Curved(Coded):
 
     @property
     def below(self) -> float:
-        """How far below the scale its last code reads, relative."""
+        """Return the relative distance from the scale down to its last code."""
         return BELOW
 
     def stuck(self, decay: float) -> tuple[int, float, str]:

@@ -147,7 +147,7 @@ class Compander:
 
 
 HALF = 0.5 - 2.0**-10
-"""What code 0 reads as where it must not be 0: safely on its own side of the next code."""
+"""The value of code 0 in formats that never decode to 0: less than half of the next code."""
 
 
 @lru_cache(maxsize=256)

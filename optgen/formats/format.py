@@ -188,7 +188,7 @@ class Format(ABC):
 
     @property
     def of(self) -> Literal["value", "sqrt"]:
-        """What the codes count: the value, or the root of a nonnegative one."""
+        """The quantity that the codes count: the value, or the root of a nonnegative one."""
         return "value"
 
     @property
@@ -296,12 +296,12 @@ class Format(ABC):
 
     @property
     def is_float(self) -> bool:
-        """Whether each element is a float of its own, on a grid that never moves."""
+        """True if each element is a float of its own, on a grid that never moves."""
         return False
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded."""
+        """True if nothing is rounded."""
         return False
 
     def findings(self, nonneg: bool) -> list[Verdict]:

@@ -165,7 +165,7 @@ class Fp8(Coded):
 
     @property
     def readings(self) -> tuple[float, ...]:
-        """What codes read as, rising, in units of the largest magnitude of the block."""
+        """Return the values of the codes in rising order, in units of the largest magnitude of the block."""
         positive = [x / self.largest for x in numbers(self.kind)]
         return tuple([-x for x in positive[:0:-1]] + positive if self.signed else positive)
 

@@ -38,7 +38,7 @@ def meant(x: float) -> Fraction:
 
 
 def nonnegative(expression: Any, variable: Any) -> bool:
-    """Whether SymPy can show an expression to be >= 0 for the variable in (0, 1)."""
+    """Return True if SymPy can show an expression to be >= 0 for the variable in (0, 1)."""
     import sympy
 
     if expression.is_nonnegative:
@@ -60,7 +60,7 @@ def nonnegative(expression: Any, variable: Any) -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was shown about a compander; `convex`: its inverse is, so that the outermost cell is the largest."""
+    """The proven facts about a compander; `convex`: its inverse is convex, so the outermost cell is the largest."""
 
     curve: str
     inverse: str

@@ -265,7 +265,7 @@ _RULES: Mapping[str, Rule] = {
     "lookup": lambda n, a, s: (min(n.attr.values), max(n.attr.values)),
     "search": _numbered, "place": _numbered,
 }  # fmt: skip
-"""Of operations whose intervals do not follow from the ends of their operands alone."""
+"""Rules for operations whose intervals do not follow from the ends of their operands alone."""
 
 
 def _over_node(x: Interval, y: Interval, divisor: Node, node: Node) -> Interval:

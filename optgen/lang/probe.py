@@ -65,7 +65,7 @@ _IEEE: dict[str, Callable[..., float]] = {
     "pow": _total(lambda a, b: a**b), "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a),
     "call": lambda a, *rest: a,  # whole matrices are not what this looks at
 }  # fmt: skip
-"""What is not the meaning that the row has, or an infinity or NaN where that raises."""
+"""The meanings that differ from the row of the primitive: infinities and NaN where Python raises."""
 
 
 @lru_cache

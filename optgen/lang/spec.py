@@ -52,7 +52,7 @@ class Evaluation:
 
 
 class Readings(NamedTuple):
-    """How the rule is read into IR, and checked over all its flag settings (tracing.py, check.py)."""
+    """The functions that read a rule into IR and check all settings of its flags (tracing.py, check.py)."""
 
     trace: Callable[[Spec, tuple[tuple[str, bool], ...]], Trace]
     check: Callable[[Spec], None]

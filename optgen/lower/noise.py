@@ -90,7 +90,7 @@ def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = (), *, anew: bool 
 
 
 Word = tuple[int, tuple[tuple[int, int], ...], bool]
-"""How a word is made: what the step's place is multiplied with, its narrow fields, whether each step hashes anew."""
+"""The recipe of a word: the factor of the step's place, its narrow fields, True if each step hashes anew."""
 
 
 def dealt(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, tuple[int, int, int]], list[Word]]:

@@ -277,7 +277,7 @@ def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
 
 
 def _kept_by(storage: Storage) -> dict[str, Callable[[Node], Node]]:
-    """How states are kept whose format has the rule go on with the value as it is kept."""
+    """Return, for each state whose rule goes on with the stored value, the function from new to stored value."""
 
     def of(fmt: Format) -> Callable[[Node], Node]:
         return lambda value: fmt.decode(fmt.encode(Value(value))).node

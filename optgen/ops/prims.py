@@ -60,17 +60,17 @@ class Prim:
 
     @property
     def arity(self) -> int:
-        """How many operands it takes; -1: any number."""
+        """The number of operands; -1: any."""
         return -1 if "*" in self.takes else len(self.takes)
 
     @property
     def arithmetic(self) -> bool:
-        """Whether it takes numbers and no conditions."""
+        """True if it takes numbers and no conditions."""
         return "n" in self.takes or "f" in self.takes
 
     @property
     def spelled(self) -> str:
-        """What messages call it."""
+        """Return its name in messages."""
         return self.shown or (self.infix[0] if self.infix else f"{self.name}()")
 
 

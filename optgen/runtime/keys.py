@@ -68,12 +68,12 @@ Label = str | int
 
 
 def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
-    """What the stream keys of a group's parameters are made of, where that is not what the group calls them."""
+    """Return the labels that a group's stream keys are made of, where they differ from the parameters' labels."""
     return dict(group.get("streams") or ())
 
 
 def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:
-    """What a group holds under "streams", checked: (name or position, name or position) pairs."""
+    """Return the checked "streams" of a group: (name or position, name or position) pairs."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(x) in (str, int) for x in pair)
         for pair in value

@@ -283,7 +283,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Eager:
-    """How the eager reference keeps the values of a rule under a plan.
+    """The storage of a rule under a plan, as the eager reference reads and writes it.
 
     codecs    owner ("p" or a state) -> name of its codec in the plan's module; fp32 as it is where there is none
     relative  state -> state whose root it is divided by

@@ -1,4 +1,4 @@
-"""What an eager rule function sees of a parameter: values that the codecs of a plan load and store.
+"""A parameter as an eager rule function sees it: values that the codecs of a plan load and store.
 
 A rule's eager text is free of any plan: `stored.over(...)` begins a sweep, `b.load(name)` decodes a value and
 `b.store(name, x)` encodes one.  Which codec keeps which value, and which random bits it rounds with, stands in the
@@ -28,7 +28,7 @@ SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
 
 @dataclass(frozen=True)
 class Codec:
-    """How one value is kept; functions of a plan's codec module.
+    """The functions that store and read one value, from a plan's codec module.
 
     decode   (b, fields...) -> fp32 value
     nearest  (b, x) -> the fields as they are stored, then the root that is read back, where there is `root`
@@ -125,14 +125,14 @@ class Stored:
         p: Tensor,
         g: Tensor | None,
         fields: Mapping[str, Tensor],
-        keys_: tuple[int, int] = (0, 0),
+        random_keys: tuple[int, int] = (0, 0),
         place: tuple[int, int, int] | None = None,
         dims: Sequence[int] | None = None,
     ) -> None:
         assert variant.eager is not None
         self.record: Eager = variant.eager
         self.variant, self.codecs, self.p, self.g, self.fields = variant, codecs, p, g, fields
-        self.step_key, self.stream_key = keys_
+        self.step_key, self.stream_key = random_keys
         self.place, self.dims = place, dims
         self.bases = frozenset(self.record.relative.values())
         self.made: dict[str, Tensor] = {}  # new values in the parameter's shape, as they were computed

@@ -78,7 +78,7 @@ def moved(buffers, SWEEP: tl.constexpr, elements, blocks, eights, row, column, m
 
 @triton.jit
 def chosen(SWEEP: tl.constexpr, element, block, eight, row, column, matrix):
-    """Those places, or masks, that the tile function takes."""
+    """Return the offsets, or masks, that the tile function takes."""
     out = (element,)
     if SWEEP.block > 1:
         out = out + (block,)
@@ -95,7 +95,7 @@ def chosen(SWEEP: tl.constexpr, element, block, eight, row, column, matrix):
 
 @triton.jit
 def operand(terms, SWEEP: tl.constexpr, I: tl.constexpr):
-    """What is reduced in term I."""
+    """Return the value that term I reduces."""
     if SWEEP.factors(I) == 2:
         out = terms[SWEEP.factor(I, 0)] * terms[SWEEP.factor(I, 1)]
     else:
@@ -105,7 +105,7 @@ def operand(terms, SWEEP: tl.constexpr, I: tl.constexpr):
 
 @triton.jit
 def _with_part(parts, terms, SWEEP: tl.constexpr, I: tl.constexpr, K: tl.constexpr, COUNT: tl.constexpr):
-    """What is left of the parts of a row so far, with part K of COUNT: one value, or, in order, half as many as parts.
+    """Fold part K of COUNT into the parts of a row so far: one value, or, in order, half as many values as parts.
 
     `fold` adds the upper half to the lower one, and begins with halves of parts.
     """

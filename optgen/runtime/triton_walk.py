@@ -22,7 +22,7 @@ from optgen.runtime.triton_prelude import down, fold, larger, missing, numbered,
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What a kernel finds in a row of its table, and what it sums.
+    """The layout of a row of a kernel's table, and the terms that the kernel sums.
 
     width       entries of a row
     numel       the entry that is the number of elements; columns, the stream key and the place in the logical tensor
@@ -148,7 +148,7 @@ def keys(row, SWEEP: tl.constexpr, step_key):
 
 @triton.jit
 def numbering(row, SWEEP: tl.constexpr):
-    """How elements are numbered, each row in whole blocks: rows are `pace` apart, and the first element is `begin`.
+    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`.
 
     Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
     they hash once for eight elements.
@@ -225,7 +225,7 @@ def _of_lanes(x, MAX: tl.constexpr):
 
 @triton.jit
 def _nothing(SWEEP: tl.constexpr, full: tl.constexpr, few: tl.constexpr):
-    """What sums begin with: in fast maths those of masked tiles, of shape `few`, are apart."""
+    """Return the initial sums; in fast maths masked tiles, of shape `few`, have sums of their own."""
     out = ()
     for i in tl.static_range(SWEEP.many("sums")):
         if SWEEP.strict:
