@@ -26,7 +26,7 @@ import torch
 from optgen import passes
 from optgen.backends import cpp, host, reference, triton, wrapper
 from optgen.driver import targets
-from optgen.driver.emit import unpack_of
+from optgen.driver.kernel_text import unpack_of
 from optgen.ir.program import Schedule, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower

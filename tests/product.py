@@ -27,7 +27,8 @@ from torch import Tensor
 from optgen.backends import host
 from optgen.base.errors import UserError
 from optgen.driver import eager_text, emit, judge, targets
-from optgen.driver.emit import Compiled, compile_case, unpack_of
+from optgen.driver.emit import Compiled, compile_case
+from optgen.driver.kernel_text import host_program, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
@@ -254,7 +255,7 @@ def build(cell: Cell) -> Built:
     rule, codecs = rule_module(spec), codec_module(plan)
     head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
     found = eager_text.rule_step(spec, flags)
-    text = head + "\n".join(host.scalars_function(emit._host(found), unpack_of(spec), "scalars_of_step"))
+    text = head + "\n".join(host.scalars_function(host_program(found), unpack_of(spec), "scalars_of_step"))
     made = _module(f"<{cell}>", text)
     kept = [f"fields = {row['fields']!r}", f"eager = dict({row['eager']})"]
     all_text = "\n".join([*kept, text, rule.TEXT, codecs.TEXT])

@@ -86,8 +86,7 @@ HOST: dict[str, Spelling] = {
 def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str) -> list[str]:
     """`def function(step, grad_scale, *, hypers..., host states...) -> scalars, then new host states`."""
     names = [u.name for u in unpack] + [name for name, _ in program.host_states]
-    keywords = f", *, {', '.join(names)}" if names else ""
-    out = [f"def {function}(step, grad_scale{keywords}):"]
+    out = wrapped(f"def {function}(", ["step", "grad_scale", *(["*", *names] if names else [])])
     out.append('    """The kernel\'s scalars at this step, and the new host states; fp64."""')
     nodes = [let.node for let in (*program.host, *program.host_stores)]
     read = {n.attr for n in postorder(nodes) if n.op == "sym"}

@@ -110,14 +110,16 @@ def comment_of(let: Let) -> str:
     return let.doc
 
 
-def wrapped(head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 114) -> list[str]:
-    """head + names + close: one line of up to `whole` columns, or a new line each time 110 columns are full."""
+def wrapped(
+    head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 114, limit: int = 108
+) -> list[str]:
+    """head + names + close: one line of up to `whole` columns, or a new line each time `limit` columns are full."""
     one = head + ", ".join(names) + close
     if len(one) <= whole:
         return [one]
     out, line = [head], indent
     for name in names:
-        if len(line) + len(name) > 108:
+        if len(line) + len(name) > limit:
             out.append(line.rstrip())
             line = indent
         line += f"{name}, "

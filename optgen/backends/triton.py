@@ -568,8 +568,8 @@ def _places(schedule: Schedule) -> list[str]:
     program = schedule.program
     beside = ["", *(["_block"] if program.block > 1 else []), *(["_eight"] if is_packed(program) else [])]
     counted = ["index"] if _is_counted(program) else []
-    sizes = [f"extent_{x}" for x in _extents(program)]
-    return [*(f"at{x}" for x in beside), *(f"live{x}" for x in beside), *counted, *sizes]
+    extents = [f"extent_{x}" for x in sizes(program)]
+    return [*(f"at{x}" for x in beside), *(f"live{x}" for x in beside), *counted, *extents]
 
 
 def _is_counted(program: Program) -> bool:
@@ -659,7 +659,7 @@ def sweep(schedule: Schedule, table: Table, more: Sequence[str] = (), kind: str 
     read = {n.attr for n in postorder(program.roots()) if n.op == "key"}
     taken = [f'"{x}"' for x in ("step", "stream") if f"{x}_key" in read]
     numbers = [str(table.numbers[name]) for name in in_memory([program])]
-    sizes = [str(table.numel + 6 + k) for k in _extents(program).values()]
+    wanted = [str(table.numel + 6 + k) for k in sizes(program).values()]
     buffers = [_entry(b, table) for b in program.touched if b.role != "partial"]
     given = [str(table.width), str(table.numel), *in_tuple(buffers)]
     given += [f"block={program.block}"] if program.block > 1 else []
@@ -667,7 +667,7 @@ def sweep(schedule: Schedule, table: Table, more: Sequence[str] = (), kind: str 
     given += ["counted=True"] if _is_counted(program) else []
     given += [f"keys={as_tuple(taken)}"] if taken else []
     given += [f"tables={as_tuple(numbers)}"] if numbers else []
-    given += [f"extents={as_tuple(sizes)}"] if sizes else []
+    given += [f"extents={as_tuple(wanted)}"] if wanted else []
     found = terms(schedule)
     spaces_of = [("row",), ("col",)] if kind == "Panels" else [("tensor", "model")]
     sums = [f'("{t.kind}", {", ".join(_results(t, table, x) for x in spaces_of)})' for t in found]
@@ -689,7 +689,7 @@ def _entry(b: Buffer, table: Table) -> str:
     return f"({table.columns[b.name]}, {dtype}" + (f', "{kind}")' if kind else ")")
 
 
-def _extents(program: Program) -> dict[str, int]:
+def sizes(program: Program) -> dict[str, int]:
     """The sizes of the logical tensor that the program computes with: their place behind those of where it lies."""
     wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
     return {x: k for k, x in enumerate(("rows", "columns", "elements")) if x in wanted}
@@ -716,7 +716,7 @@ def folded(t: Term, x: str, strict: bool) -> str:
 
 def extents(program: Program, table: Table) -> list[str]:
     """The sizes of the logical tensor that the program computes with, as fp32."""
-    at = {x: table.numel + 6 + k for x, k in _extents(program).items()}
+    at = {x: table.numel + 6 + k for x, k in sizes(program).items()}
     return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at]
 
 

@@ -385,8 +385,7 @@ def _do(job: Job) -> Printed:
     """Path below the generated folder -> text."""
     spec = load.find_spec(job.spec, job.project)
     if not job.plan:
-        rule = f"{spec.name}/{eager_text.FILE}"
-        return {f"{spec.name}/{INIT}": emit.emit_class(spec, job.listed), rule: eager_text.rule_text(spec)}
+        return {f"{spec.name}/{name}": text for name, text in emit.emit_rule(spec, job.listed, job.maths).items()}
     plan = load.find_plan(job.plan, job.project)
     files = emit.emit_plan(spec, plan, maths=job.maths)
     left = {file for backend, file in emit.FILES.items() if backend not in job.backends}

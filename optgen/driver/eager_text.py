@@ -11,6 +11,7 @@ from optgen.backends import reference, wrapper
 from optgen.base import ready
 from optgen.driver import targets
 from optgen.driver.pool import Pool
+from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats import floats
 from optgen.formats.format import Format
@@ -29,13 +30,13 @@ PLANS = "plans"
 
 
 @lru_cache(maxsize=4096)
-def _rule(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Step:
-    return targets.placed(spec, passes.step(lower_rule(spec, dict(flags)), "strict"))
+def _rule(spec: Spec, flags: tuple[tuple[str, bool], ...], maths: Maths) -> Step:
+    return targets.placed(spec, passes.step(lower_rule(spec, dict(flags)), maths))
 
 
-def rule_step(spec: Spec, flags: Mapping[str, bool]) -> Step:
-    """The step of a rule alone under a setting of its flags, in strict maths."""
-    return _rule(spec, tuple(sorted(flags.items())))
+def rule_step(spec: Spec, flags: Mapping[str, bool], maths: Maths = "strict") -> Step:
+    """The step of a rule alone under a setting of its flags."""
+    return _rule(spec, tuple(sorted(flags.items())), maths)
 
 
 @lru_cache(maxsize=64)

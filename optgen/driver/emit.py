@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import optgen
 from optgen import passes
 from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
-from optgen.backends.host import Unpack
-from optgen.driver import eager_text, explain, judge, targets
+from optgen.driver import eager_text, explain, judge, kernel_text, targets
 from optgen.driver.pool import Pool, replaced
+from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, field_names
-from optgen.ir.program import Buffer, Program, Stage, Step
+from optgen.ir.program import Program, Stage, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
-
-Maths = Literal["strict", "fast"]
 
 FILES = {"triton": "triton_kernels.py", "cpp": "kernels.cpp"}
 """The file that each backend beside the reference adds to a plan's package."""
@@ -118,10 +116,6 @@ def _has_matrices(program: Program, within: Collection[str] = spaces.SMALL) -> b
     return any(small) or any(n.op == "call" for n in _nodes(program))
 
 
-def unpack_of(spec: Spec) -> tuple[Unpack, ...]:
-    return tuple(Unpack(h.name, h.parts) for h in spec.hypers)
-
-
 def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths: Maths) -> str:
     """The comment at the top of a generated file: what it is, what to edit, what it stores within what bound."""
     command = f"optgen build {spec.name} --plan {plan.name}"
@@ -171,7 +165,7 @@ def emit_plan(
     helpers: set[str] = set()
     memory: dict[str, tuple[float, ...]] = {}  # tables that kernels read from there
     numbers: dict[str, list[str]] = {}  # which of them, by variant
-    unpack = unpack_of(spec)
+    unpack = kernel_text.unpack_of(spec)
     for c in compiled:
         wanted = targets.case_name(spec, c.case)
 
@@ -183,8 +177,8 @@ def emit_plan(
             memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
         rule = eager_text.rule_step(spec, c.case.flags)
-        strict_host = scalars.add("host_scalars", partial(host.scalars_function, _host(rule), unpack))
-        fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
+        strict, fast = (partial(host.scalars_function, kernel_text.host_program(x), unpack) for x in (rule, c.fast))
+        strict_host, fast_host = scalars.add("host_scalars", strict), scalars.add("kernel_scalars", fast)
         if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines
             kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
@@ -318,21 +312,9 @@ def _variant_row(
         init=dict(starts),
         rows=elsewhere,
         matrix=matrix if elsewhere or _has_matrices(program) else "last",
-        temps=[_temp_row(c.fast, b) for b in c.fast.temps],
+        temps=[kernel_text.temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )
-
-
-def _host(step: Step) -> Program:
-    """What the host function is printed from."""
-    return replace(step.program, host=step.host, host_locals=step.host_locals)
-
-
-def _temp_row(step: Step, b: Buffer) -> str:
-    if b.role != "partial":
-        return f'Temp("{b.name}", "{b.space.name}")'
-    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
-    return f'Temp("{b.name}", "{b.space.name}", "{b.reduction}", "{source}")'
 
 
 def _stage_rows(step: Step, kernel: str, names: Mapping[str, str]) -> list[str]:
@@ -405,12 +387,21 @@ def emit_package(
 ) -> dict[str, str]:
     """Path -> text of a package of its own: the class, its eager rule, one plan, and the plan's codecs if they are the
     user's."""
-    files = {"__init__.py": emit_class(spec, (plan.name,)), eager_text.FILE: eager_text.rule_text(spec)}
+    files = emit_rule(spec, (plan.name,), maths)
     made = emit_plan(spec, plan, maths=maths, cases=cases, above="..")
     files |= {f"{plan.name}/{name}": text for name, text in made.items()}
     if not eager_text.is_ready(plan):
         files[f"{eager_text.PLANS}/{plan.name}/{eager_text.FILE}"] = eager_text.codec_text(plan)
     return files
+
+
+def emit_rule(spec: Spec, plans: tuple[str, ...], maths: Maths = "fast") -> dict[str, str]:
+    """File name -> text of generated/<spec>/, beside the folders of its plans."""
+    return {
+        "__init__.py": emit_class(spec, plans),
+        eager_text.FILE: eager_text.rule_text(spec),
+        kernel_text.FILE: kernel_text.record_text(spec, maths),
+    }
 
 
 def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:

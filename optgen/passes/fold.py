@@ -18,7 +18,7 @@ rewrite (ROUNDS):
               of e = 0 is 0 where strict maths has NaN
     square    h * (b * x) * (b * x) -> (sqrt(h) * b * x) * (sqrt(h) * b * x), h >= 0 in host space, b per block: the
               factors meet x where a conversion can take them along
-    distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
+    distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads or stores the sum
     reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
 """
 
@@ -251,8 +251,9 @@ class Grouper:
 
 
 def distribute(program: Program, intervals: Intervals) -> tuple[Program, bool]:
-    """h * (x + y) -> h * x + h * y where x and y have host factors for h to join and only this reads the sum."""
+    """h * (x + y) -> h * x + h * y where x and y have host factors for h to join and only this needs the sum."""
     uses = Counter(a.uid for n in postorder(program.roots()) for a in n.args)
+    uses.update(s.node.uid for s in program.stores)
     scaled = Grouper(intervals)
     fired = False
 

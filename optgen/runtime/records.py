@@ -269,6 +269,11 @@ class Stage:
     matrices  whether it reads or reduces rows or columns
     block     elements per storage block that it touches; 1 where it touches none
     given     of a function: its further arguments, numbers or names of kernel scalars
+    reads     values that it reads: "p", "g", states and temps
+    stores    values that it stores as they are
+    sums      (kind, temps) of each term that it reduces; kinds as in optgen.runtime.triton_walk
+    extents   sizes of the logical tensor that it computes with
+    plus      of what it stores: values that are never -0
     """
 
     kernel: str
@@ -279,6 +284,30 @@ class Stage:
     matrices: bool = False
     block: int = 1
     given: tuple[float | str, ...] = ()
+    reads: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
+    sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    extents: tuple[str, ...] = ()
+    plus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The step of a rule under some settings of its flags, in the maths of its kernels, before it meets a plan.
+
+    scalars, host  names of the host scalars; (step, grad_scale, **hypers, **host_states) -> scalars, then new host
+                   states; fp64
+    temps          values that the stages leave for one another
+    stages         its kernels, in order
+    early          states that later sweeps of the step read as they are stored
+    """
+
+    settings: tuple[Mapping[str, bool], ...]
+    scalars: tuple[str, ...]
+    host: HostFunction
+    temps: tuple[Temp, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    early: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adam_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -38,10 +38,8 @@ struct adam_float32 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -51,11 +49,11 @@ struct adam_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -65,7 +63,7 @@ struct adam_float32 {
 
 template <class Grad>
 struct adam_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -82,10 +80,8 @@ struct adam_bfloat16 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -96,11 +92,11 @@ struct adam_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -112,7 +108,7 @@ struct adam_bfloat16 {
 
 template <class Grad>
 struct adam_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -129,10 +125,8 @@ struct adam_float16 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -143,11 +137,11 @@ struct adam_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -157,7 +151,7 @@ struct adam_float16 {
 
 template <class Grad>
 struct adam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -173,10 +167,8 @@ struct adam_float32_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -184,13 +176,13 @@ struct adam_float32_decoupled_weight_decay {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -200,7 +192,7 @@ struct adam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -216,10 +208,8 @@ struct adam_bfloat16_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -229,13 +219,13 @@ struct adam_bfloat16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -247,7 +237,7 @@ struct adam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -263,10 +253,8 @@ struct adam_float16_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -276,13 +264,13 @@ struct adam_float16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -292,7 +280,7 @@ struct adam_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -310,10 +298,8 @@ struct adam_float32_amsgrad {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -324,13 +310,13 @@ struct adam_float32_amsgrad {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -341,7 +327,7 @@ struct adam_float32_amsgrad {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -359,10 +345,8 @@ struct adam_bfloat16_amsgrad {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -374,13 +358,13 @@ struct adam_bfloat16_amsgrad {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -393,7 +377,7 @@ struct adam_bfloat16_amsgrad {
 
 template <class Grad>
 struct adam_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -411,10 +395,8 @@ struct adam_float16_amsgrad {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -426,13 +408,13 @@ struct adam_float16_amsgrad {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -443,7 +425,7 @@ struct adam_float16_amsgrad {
 
 template <class Grad>
 struct adam_float32_amsgrad_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -460,10 +442,8 @@ struct adam_float32_amsgrad_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -472,15 +452,15 @@ struct adam_float32_amsgrad_decoupled_weight_decay {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -491,7 +471,7 @@ struct adam_float32_amsgrad_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -508,10 +488,8 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -522,15 +500,15 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -543,7 +521,7 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float16_amsgrad_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -560,10 +538,8 @@ struct adam_float16_amsgrad_decoupled_weight_decay {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -574,15 +550,15 @@ struct adam_float16_amsgrad_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

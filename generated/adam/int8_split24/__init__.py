@@ -52,24 +52,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3)
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_3 = common_1 * one_minus_beta1
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_4 = choose(common_3, 1, 1 / common_2)
-    scalar_5 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -84,7 +66,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -98,25 +80,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
         scalar_4,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -157,8 +120,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -203,8 +166,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -249,8 +212,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -273,7 +236,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -293,8 +256,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -318,7 +281,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -339,8 +302,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -364,7 +327,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -385,8 +348,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -432,8 +395,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -481,8 +444,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -530,8 +493,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_3', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -556,7 +519,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -577,8 +540,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -604,7 +567,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -626,8 +589,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -653,7 +616,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -675,8 +638,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),

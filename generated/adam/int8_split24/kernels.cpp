@@ -17,7 +17,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
 
@@ -236,7 +236,7 @@ struct adam_float32 {
 
 template <class Grad>
 struct adam_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -253,10 +253,8 @@ struct adam_float32_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -266,11 +264,11 @@ struct adam_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -512,7 +510,7 @@ struct adam_bfloat16 {
 
 template <class Grad>
 struct adam_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -530,10 +528,8 @@ struct adam_bfloat16_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -562,11 +558,11 @@ struct adam_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                            // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -816,7 +812,7 @@ struct adam_float16 {
 
 template <class Grad>
 struct adam_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -834,10 +830,8 @@ struct adam_float16_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -874,11 +868,11 @@ struct adam_float16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1112,7 +1106,7 @@ struct adam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float32_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1128,10 +1122,8 @@ struct adam_float32_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -1139,13 +1131,13 @@ struct adam_float32_decoupled_weight_decay_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1381,7 +1373,7 @@ struct adam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_bfloat16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1398,10 +1390,8 @@ struct adam_bfloat16_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1429,13 +1419,13 @@ struct adam_bfloat16_decoupled_weight_decay_small {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1694,7 +1684,7 @@ struct adam_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1711,10 +1701,8 @@ struct adam_float16_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1750,13 +1738,13 @@ struct adam_float16_decoupled_weight_decay_small {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2050,7 +2038,7 @@ struct adam_float32_amsgrad {
 
 template <class Grad>
 struct adam_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -2068,10 +2056,8 @@ struct adam_float32_amsgrad_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -2082,13 +2068,13 @@ struct adam_float32_amsgrad_small {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -2389,7 +2375,7 @@ struct adam_bfloat16_amsgrad {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -2408,10 +2394,8 @@ struct adam_bfloat16_amsgrad_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2441,13 +2425,13 @@ struct adam_bfloat16_amsgrad_small {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                            // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2756,7 +2740,7 @@ struct adam_float16_amsgrad {
 
 template <class Grad>
 struct adam_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -2775,10 +2759,8 @@ struct adam_float16_amsgrad_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_2(scalars[6]);
         const F scalar_3(scalars[7]);
-        const F scalar_4(scalars[8]);
-        const F scalar_5(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2816,13 +2798,13 @@ struct adam_float16_amsgrad_small {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_3, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_4, scalar_5), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_2, scalar_3), p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -3115,7 +3097,7 @@ struct adam_float32_amsgrad_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float32_amsgrad_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -3132,10 +3114,8 @@ struct adam_float32_amsgrad_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/adam.py)
         for (int i = 0; i < count; i += W) {
@@ -3144,15 +3124,15 @@ struct adam_float32_amsgrad_decoupled_weight_decay_small {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -3447,7 +3427,7 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -3465,10 +3445,8 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -3497,15 +3475,15 @@ struct adam_bfloat16_amsgrad_decoupled_weight_decay_small {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -3823,7 +3801,7 @@ struct adam_float16_amsgrad_decoupled_weight_decay {
 
 template <class Grad>
 struct adam_float16_amsgrad_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -3841,10 +3819,8 @@ struct adam_float16_amsgrad_decoupled_weight_decay_small {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -3881,15 +3857,15 @@ struct adam_float16_amsgrad_decoupled_weight_decay_small {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 24  p = decoupled(p, lr, weight_decay)
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

@@ -13,7 +13,7 @@
 //     exp_inf  4 B  f32
 //              exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamax_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -38,8 +38,7 @@ struct adamax_float32 {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
@@ -49,11 +48,11 @@ struct adamax_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
@@ -63,7 +62,7 @@ struct adamax_float32 {
 
 template <class Grad>
 struct adamax_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -80,8 +79,7 @@ struct adamax_bfloat16 {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
@@ -92,11 +90,11 @@ struct adamax_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -108,7 +106,7 @@ struct adamax_bfloat16 {
 
 template <class Grad>
 struct adamax_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -125,8 +123,7 @@ struct adamax_float16 {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
@@ -137,11 +134,11 @@ struct adamax_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);

@@ -13,7 +13,7 @@
 #     exp_inf  4 B  f32
 #              exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -26,7 +26,7 @@ from optgen.runtime.triton_walk import Sweep, walk
 @triton.jit
 def adamax_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
-    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -37,37 +37,36 @@ def adamax_float32_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_float32_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adamax_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
-    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -79,14 +78,14 @@ def adamax_bfloat16_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -95,23 +94,22 @@ def adamax_bfloat16_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_bfloat16_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adamax_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
-    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -123,30 +121,29 @@ def adamax_float16_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_float16_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -33,19 +33,6 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t)
 
 
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_2 = common_1 * one_minus_beta1
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1,
-        scalar_2,
-    )
-
-
 VARIANTS = (
     Variant(
         function="adamax_float32",
@@ -83,8 +70,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_2'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -129,8 +116,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_2'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -175,8 +162,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_2'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=True,
         host_states=(),

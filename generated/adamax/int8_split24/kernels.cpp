@@ -16,7 +16,7 @@
 //              more than that; Inf reads as a number, so that steps which it divides become too long where those of
 //              fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -205,7 +205,7 @@ struct adamax_float32 {
 
 template <class Grad>
 struct adamax_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -222,8 +222,7 @@ struct adamax_float32_small {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
@@ -233,11 +232,11 @@ struct adamax_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
@@ -435,7 +434,7 @@ struct adamax_bfloat16 {
 
 template <class Grad>
 struct adamax_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -453,8 +452,7 @@ struct adamax_bfloat16_small {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -483,11 +481,11 @@ struct adamax_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                            // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -707,7 +705,7 @@ struct adamax_float16 {
 
 template <class Grad>
 struct adamax_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -725,8 +723,7 @@ struct adamax_float16_small {
         const F weight_decay(scalars[3]);
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
-        const F scalar_2(scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -763,11 +760,11 @@ struct adamax_float16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-fma(scalar_2, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / exp_inf_2, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

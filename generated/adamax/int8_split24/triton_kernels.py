@@ -16,7 +16,7 @@
 #              more than that; Inf reads as a number, so that steps which it divides become too long where those of
 #              fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -127,7 +127,7 @@ def adamax_float32(
 @triton.jit
 def adamax_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_inf_ptr, at, live, beta1, beta2, eps, weight_decay, grad_scale,
-    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, MASKED: tl.constexpr,
+    one_minus_beta1, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -138,31 +138,29 @@ def adamax_float32_small_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_float32_small_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale,
-        one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta1, lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -270,8 +268,7 @@ def adamax_bfloat16(
 @triton.jit
 def adamax_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, live, index, beta1, beta2, eps, weight_decay,
-    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -285,14 +282,14 @@ def adamax_bfloat16_small_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -310,9 +307,8 @@ def adamax_bfloat16_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -322,8 +318,7 @@ def adamax_bfloat16_small(
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_bfloat16_small_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale,
-        one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta1, lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -447,8 +442,7 @@ def adamax_float16(
 @triton.jit
 def adamax_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_inf_ptr, at, live, index, beta1, beta2, eps, weight_decay,
-    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key,
-    MASKED: tl.constexpr,
+    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -469,14 +463,14 @@ def adamax_float16_small_tile(
     exp_inf = get(exp_inf_ptr, at, live, MASKED)
     # -- update  (specs/adamax.py)
     g = tl.fma(weight_decay, p, g)                         # 20  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(beta2 * exp_inf, tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(tl.fma(scalar_2, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(exp_inf), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     # -- encode and store
-    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_inf_ptr, at, exp_inf, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -503,9 +497,8 @@ def adamax_float16_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamax_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
-    grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -515,8 +508,7 @@ def adamax_float16_small(
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_float16_small_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale,
-        one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta1, lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

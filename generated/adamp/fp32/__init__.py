@@ -109,26 +109,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
     )
 
 
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_1 = (1 - beta2) * grad_scale * grad_scale
-    beta1_times_beta1 = beta1 * beta1
-    beta1_times_one_minus_beta1_times_grad_scale = beta1 * one_minus_beta1_times_grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = common_1 < 7.888609052210118e-31
-    scalar_4 = choose(common_2, 1, 1 / common_1)
-    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-        minus_lr_over_one_minus_beta1_pow_t,
-    )
-
-
 VARIANTS = (
     Variant(
         function="adamp_float32",
@@ -390,7 +370,7 @@ VARIANTS = (
             Stage("adamp_float32_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("adamp_float32_nesterov_7", "elem", 2, (14, 0, 4, 1, 2, 3, 5, 6, 15), temps=(), matrices=True, block=1),
+            Stage("adamp_float32_nesterov_7", "elem", 2, (14, 0, 4, 1, 5, 6, 15), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -440,7 +420,7 @@ VARIANTS = (
             Stage("adamp_bfloat16_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("adamp_bfloat16_nesterov_7", "elem", 2, (14, 0, 4, 1, 2, 3, 5, 6, 15), temps=(), matrices=True, block=1),
+            Stage("adamp_bfloat16_nesterov_7", "elem", 2, (14, 0, 4, 1, 5, 6, 15), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -490,7 +470,7 @@ VARIANTS = (
             Stage("adamp_float16_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("adamp_float16_nesterov_7", "elem", 2, (14, 0, 4, 1, 2, 3, 5, 6, 15), temps=(), matrices=True, block=1),
+            Stage("adamp_float16_nesterov_7", "elem", 2, (14, 0, 4, 1, 5, 6, 15), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -506,8 +486,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'beta1_times_beta1', 'beta1_times_one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -527,8 +507,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'beta1_times_beta1', 'beta1_times_one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -548,8 +528,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'beta1_times_beta1', 'beta1_times_one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),

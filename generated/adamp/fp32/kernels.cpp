@@ -156,7 +156,7 @@ struct adamp_float16_no_projected {
 
 template <class Grad>
 struct adamp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -171,28 +171,26 @@ struct adamp_float32_nesterov_no_projected {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -202,7 +200,7 @@ struct adamp_float32_nesterov_no_projected {
 
 template <class Grad>
 struct adamp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -217,30 +215,28 @@ struct adamp_bfloat16_nesterov_no_projected {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
 
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                        // bf16, nearest
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -252,7 +248,7 @@ struct adamp_bfloat16_nesterov_no_projected {
 
 template <class Grad>
 struct adamp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -267,30 +263,28 @@ struct adamp_float16_nesterov_no_projected {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                     // f16, nearest
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1235,8 +1229,6 @@ struct adamp_float32_nesterov_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -1245,20 +1237,20 @@ struct adamp_float32_nesterov_7 {
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1461,8 +1453,6 @@ struct adamp_bfloat16_nesterov_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -1472,21 +1462,21 @@ struct adamp_bfloat16_nesterov_7 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                          // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -1584,8 +1574,6 @@ struct adamp_float16_nesterov_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -1595,21 +1583,21 @@ struct adamp_float16_nesterov_7 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                       // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -984,40 +984,38 @@ def adamp_float32_nesterov_1_flat(
 def adamp_float32_nesterov_7_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live_row, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     row_sum_of_p_over_row_mul_3_2 = get(row_sum_of_p_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1_times_grad_scale * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)                           # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)                           # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1028,16 +1026,14 @@ def adamp_float32_nesterov_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1048,8 +1044,7 @@ def adamp_float32_nesterov_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_float32_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -1117,8 +1112,7 @@ def adamp_bfloat16_nesterov_1_flat(
 def adamp_bfloat16_nesterov_7_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1126,26 +1120,26 @@ def adamp_bfloat16_nesterov_7_tile(
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_cast = widened(g_stored)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -1154,8 +1148,7 @@ def adamp_bfloat16_nesterov_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1166,16 +1159,14 @@ def adamp_bfloat16_nesterov_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1186,8 +1177,7 @@ def adamp_bfloat16_nesterov_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_bfloat16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -1255,8 +1245,7 @@ def adamp_float16_nesterov_1_flat(
 def adamp_float16_nesterov_7_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1264,34 +1253,33 @@ def adamp_float16_nesterov_7_tile(
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1302,16 +1290,14 @@ def adamp_float16_nesterov_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -1322,43 +1308,41 @@ def adamp_float16_nesterov_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_float16_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
 @triton.jit
 def adamp_float32_nesterov_no_projected_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1_times_grad_scale * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)                     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)                     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -1367,8 +1351,7 @@ def adamp_float32_nesterov_no_projected(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_float32_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -1376,30 +1359,30 @@ def adamp_float32_nesterov_no_projected(
 @triton.jit
 def adamp_bfloat16_nesterov_no_projected_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamp.py)
     g_cast = widened(g_stored)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)          # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -1408,8 +1391,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -1418,8 +1400,7 @@ def adamp_bfloat16_nesterov_no_projected(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_bfloat16_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -1427,38 +1408,37 @@ def adamp_bfloat16_nesterov_no_projected(
 @triton.jit
 def adamp_float16_nesterov_no_projected_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)          # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -1467,8 +1447,7 @@ def adamp_float16_nesterov_no_projected(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_float16_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 

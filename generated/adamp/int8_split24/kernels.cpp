@@ -1133,7 +1133,7 @@ struct adamp_float32_nesterov_no_projected {
 
 template <class Grad>
 struct adamp_float32_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1148,28 +1148,26 @@ struct adamp_float32_nesterov_no_projected_small {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1412,7 +1410,7 @@ struct adamp_bfloat16_nesterov_no_projected {
 
 template <class Grad>
 struct adamp_bfloat16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1428,12 +1426,10 @@ struct adamp_bfloat16_nesterov_no_projected_small {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1454,22 +1450,22 @@ struct adamp_bfloat16_nesterov_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1735,7 +1731,7 @@ struct adamp_float16_nesterov_no_projected {
 
 template <class Grad>
 struct adamp_float16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1751,12 +1747,10 @@ struct adamp_float16_nesterov_no_projected_small {
         const F beta2(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
-        const F beta1_times_beta1(scalars[4]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F one_minus_lr_times_weight_decay(scalars[8]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1777,8 +1771,8 @@ struct adamp_float16_nesterov_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -1793,14 +1787,14 @@ struct adamp_float16_nesterov_no_projected_small {
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -4920,8 +4914,6 @@ struct adamp_float32_nesterov_small_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -4930,20 +4922,20 @@ struct adamp_float32_nesterov_small_7 {
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -5762,8 +5754,6 @@ struct adamp_bfloat16_nesterov_small_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -5791,21 +5781,21 @@ struct adamp_bfloat16_nesterov_small_7 {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -6303,8 +6293,6 @@ struct adamp_float16_nesterov_small_7 {
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_0(known.scalars[1]);
-        const F beta1_times_beta1(known.scalars[2]);
-        const F beta1_times_one_minus_beta1_times_grad_scale(known.scalars[3]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
@@ -6340,21 +6328,21 @@ struct adamp_float16_nesterov_small_7 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
             const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

@@ -2421,40 +2421,38 @@ def adamp_float32_nesterov_small_1_flat(
 def adamp_float32_nesterov_small_7_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live_row, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     row_sum_of_p_over_row_mul_3_2 = get(row_sum_of_p_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1_times_grad_scale * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)                           # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)                           # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -2465,16 +2463,14 @@ def adamp_float32_nesterov_small_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_float32_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -2485,8 +2481,7 @@ def adamp_float32_nesterov_small_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_float32_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -2774,8 +2769,7 @@ def adamp_bfloat16_nesterov_small_1_flat(
 def adamp_bfloat16_nesterov_small_7_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, index, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2786,26 +2780,26 @@ def adamp_bfloat16_nesterov_small_7_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_cast = widened(g_stored)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2823,8 +2817,7 @@ def adamp_bfloat16_nesterov_small_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -2835,8 +2828,7 @@ def adamp_bfloat16_nesterov_small_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_bfloat16_nesterov_small_7_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
         step_key, GRAD, ROWS, ALIGNED,
     )
 
@@ -2844,8 +2836,7 @@ def adamp_bfloat16_nesterov_small_7(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -2856,8 +2847,7 @@ def adamp_bfloat16_nesterov_small_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_bfloat16_nesterov_small_7_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t),
         step_key, GRAD, TILES,
     )
 
@@ -3176,8 +3166,7 @@ def adamp_float16_nesterov_small_1_flat(
 def adamp_float16_nesterov_small_7_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, index, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3195,26 +3184,26 @@ def adamp_float16_nesterov_small_7_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -3241,8 +3230,7 @@ def adamp_float16_nesterov_small_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -3253,16 +3241,14 @@ def adamp_float16_nesterov_small_7(
     """adamp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, adamp_float16_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_0: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
@@ -3273,8 +3259,7 @@ def adamp_float16_nesterov_small_7_flat(
     """adamp: tiles of a tensor of any shape."""
     walk_any(
         table, work, adamp_float16_nesterov_small_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
+        scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES,
     )
 
 
@@ -3386,35 +3371,34 @@ def adamp_float32_nesterov_no_projected(
 @triton.jit
 def adamp_float32_nesterov_no_projected_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
-    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
+    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1_times_grad_scale * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)                     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)                     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -3423,8 +3407,7 @@ def adamp_float32_nesterov_no_projected_small(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_float32_nesterov_no_projected_small_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -3544,14 +3527,13 @@ def adamp_bfloat16_nesterov_no_projected(
 @triton.jit
 def adamp_bfloat16_nesterov_no_projected_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -3560,17 +3542,17 @@ def adamp_bfloat16_nesterov_no_projected_small_tile(
     # -- update  (specs/adamp.py)
     g_cast = widened(g_stored)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)          # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -3588,8 +3570,7 @@ def adamp_bfloat16_nesterov_no_projected_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -3601,8 +3582,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_bfloat16_nesterov_no_projected_small_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -3738,14 +3718,13 @@ def adamp_float16_nesterov_no_projected(
 @triton.jit
 def adamp_float16_nesterov_no_projected_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-    beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -3761,17 +3740,17 @@ def adamp_float16_nesterov_no_projected_small_tile(
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     g_mul = one_minus_beta1_times_grad_scale * g_cast
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     p = one_minus_lr_times_weight_decay * p                             # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)          # 32  p = p - lr / (1 - beta1**t) * update
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(beta1, exp_avg, g_mul)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -3798,8 +3777,7 @@ def adamp_float16_nesterov_no_projected_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, beta1_times_beta1: tl.float32,
-    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
@@ -3811,8 +3789,7 @@ def adamp_float16_nesterov_no_projected_small(
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_float16_nesterov_no_projected_small_tile, SWEEP, (beta1, beta2,
-        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
         minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 

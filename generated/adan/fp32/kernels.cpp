@@ -17,7 +17,7 @@
 //     prev_grad     4 B  f32
 //                   exact; every f32
 //   traffic   38 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
 
@@ -25,7 +25,7 @@ namespace {
 
 template <class Grad>
 struct adan_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -46,35 +46,33 @@ struct adan_float32 {
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
         const F one_minus_beta3(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
         const F scalar_6(scalars[10]);
         const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
 
         // -- elements: decode, update  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F g_2 = grad_scale * g;
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad, F(0.0f));
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
+            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
@@ -86,7 +84,7 @@ struct adan_float32 {
 
 template <class Grad>
 struct adan_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -107,37 +105,35 @@ struct adan_bfloat16 {
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
         const F one_minus_beta3(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
         const F scalar_6(scalars[10]);
         const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F exp_avg = load(exp_avg_at + i);
             const F g = grad_scale * g_cast;
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                // bf16, nearest
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
+            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -151,7 +147,7 @@ struct adan_bfloat16 {
 
 template <class Grad>
 struct adan_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 15;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -172,37 +168,35 @@ struct adan_float16 {
         const F one_minus_beta1_times_grad_scale(scalars[5]);
         const F one_minus_beta2(scalars[6]);
         const F one_minus_beta3(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_5(scalars[9]);
+        const F avg_lr(scalars[8]);
+        const F diff_lr(scalars[9]);
         const F scalar_6(scalars[10]);
         const F scalar_7(scalars[11]);
-        const F scalar_8(scalars[12]);
-        const F scalar_9(scalars[13]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[14]);
+        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
 
         // -- elements: decode, update  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F exp_avg = load(exp_avg_at + i);
             const F g = grad_scale * g_cast;
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                             // f16, nearest
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
+            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
+            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);

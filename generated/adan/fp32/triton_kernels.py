@@ -17,7 +17,7 @@
 #     prev_grad     4 B  f32
 #                   exact; every f32
 #   traffic   38 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -31,48 +31,47 @@ from optgen.runtime.triton_walk import Sweep, walk
 def adan_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g_2, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adan_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2,
@@ -81,8 +80,7 @@ def adan_float32(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_float32_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -91,38 +89,38 @@ def adan_float32(
 def adan_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -132,11 +130,10 @@ def adan_bfloat16_tile(
 def adan_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2,
@@ -145,8 +142,7 @@ def adan_bfloat16(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_bfloat16_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -155,50 +151,49 @@ def adan_bfloat16(
 def adan_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adan_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2,
@@ -207,8 +202,7 @@ def adan_float16(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_float16_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 

@@ -67,31 +67,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    avg_lr = divide(lr, 1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
-    diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta3 = 1 - beta3
-    lr_over_one_minus_beta1_pow_t_times_beta1 = avg_lr * beta1
-    scalar_5 = avg_lr * one_minus_beta1_times_grad_scale
-    scalar_6 = diff_lr * beta2
-    scalar_7 = diff_lr * one_minus_beta2
-    common_1 = root(1 - beta3**step)
-    common_2 = common_1 < 7.888609052210118e-31
-    scalar_8 = choose(common_2, 1, 1 / common_1)
-    scalar_9 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
-    one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
-    return (
-        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-        one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-        scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay,
-    )
-
-
 VARIANTS = (
     Variant(
         function="adan_float32",
@@ -135,8 +110,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -187,8 +162,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -239,8 +214,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8', 'scalar_9', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),

@@ -20,7 +20,7 @@
 #     prev_grad     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 #                   |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   16.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -186,48 +186,47 @@ def adan_float32(
 def adan_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live, beta1, beta2,
     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-    scalar_9, one_over_one_plus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g_2)                                       # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g_2, live, MASKED)
+    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adan_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2,
@@ -236,8 +235,7 @@ def adan_float32_small(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_float32_small_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -403,18 +401,17 @@ def adan_bfloat16(
 def adan_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
     index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -423,21 +420,21 @@ def adan_bfloat16_small_tile(
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -456,11 +453,10 @@ def adan_bfloat16_small_tile(
 def adan_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
         (6, tl.float32)), parts=2, counted=True, keys=("step", "stream"),
@@ -469,8 +465,7 @@ def adan_bfloat16_small(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_bfloat16_small_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
@@ -652,18 +647,17 @@ def adan_float16(
 def adan_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_diff_ptr, exp_avg_sq_ptr, prev_grad_ptr, at, live,
     index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
     prev_grad = get(prev_grad_ptr, at, live, MASKED)
     exp_avg_diff = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -679,21 +673,21 @@ def adan_float16_small_tile(
     # -- update  (specs/adan.py)
     # 25  change = where(t > 1, g - prev_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     ahead = tl.fma(beta2, change, g)                                         # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq)
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + tl.fma(scalar_7, change, scalar_6 * exp_avg_diff)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
+    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
     p = one_over_one_plus_lr_times_weight_decay * p                          # 34  p = proximal(p, lr, weight_decay)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, beta2 * exp_avg_diff)
     # -- encode and store
     put(prev_grad_ptr, at, g, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -721,11 +715,10 @@ def adan_float16_small_tile(
 def adan_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
+    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
         (6, tl.float32)), parts=2, counted=True, keys=("step", "stream"),
@@ -734,8 +727,7 @@ def adan_float16_small(
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_float16_small_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 

@@ -70,17 +70,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
     scalar_3 = (1 - beta3_now) * grad_scale
     scalar_4 = (1 - beta2) * grad_scale * grad_scale
-    scalar_5 = mix * beta3_now
-    scalar_6 = mix * scalar_3
-    one_over_one_minus_beta1_pow_t = 1 / (1 - beta1**step)
+    lr_times_one_over_one_minus_beta1_pow_t = lr * (1 / (1 - beta1**step))
+    scalar_6 = lr * mix
     common_1 = root(1 - beta2**step)
-    common_2 = lr * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_8 = choose(common_3, 1, divide(1, common_2))
-    scalar_9 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_7 = choose(common_2, 1, 1 / common_1)
+    scalar_8 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-        scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9,
+        scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
     )
 
 
@@ -99,7 +97,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -121,7 +119,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -143,7 +141,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

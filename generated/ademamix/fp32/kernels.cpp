@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct ademamix_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -42,28 +42,27 @@ struct ademamix_float32 {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -74,7 +73,7 @@ struct ademamix_float32 {
 
 template <class Grad>
 struct ademamix_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -93,30 +92,29 @@ struct ademamix_bfloat16 {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -129,7 +127,7 @@ struct ademamix_bfloat16 {
 
 template <class Grad>
 struct ademamix_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -148,30 +146,29 @@ struct ademamix_float16 {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);

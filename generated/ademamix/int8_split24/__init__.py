@@ -86,39 +86,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
-    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
-    # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log1 = log(larger(beta1, 1e-08))
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(larger(beta3, 1e-08))
-    # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
-    slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
-    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
-    scalar_3 = (1 - beta3_now) * grad_scale
-    scalar_4 = (1 - beta2) * grad_scale * grad_scale
-    scalar_5 = mix * beta3_now
-    scalar_6 = mix * scalar_3
-    one_over_one_minus_beta1_pow_t = 1 / (1 - beta1**step)
-    common_1 = root(1 - beta2**step)
-    common_2 = lr * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_8 = choose(common_3, 1, divide(1, common_2))
-    scalar_9 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-        scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9,
-    )
-
-
 VARIANTS = (
     Variant(
         function="ademamix_float32",
@@ -159,8 +126,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -208,8 +175,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -257,8 +224,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'one_over_one_minus_beta1_pow_t', 'scalar_8', 'scalar_9'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),

@@ -312,7 +312,7 @@ struct ademamix_float32 {
 
 template <class Grad>
 struct ademamix_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -331,28 +331,27 @@ struct ademamix_float32_small {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                    // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
@@ -656,7 +655,7 @@ struct ademamix_bfloat16 {
 
 template <class Grad>
 struct ademamix_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -676,11 +675,10 @@ struct ademamix_bfloat16_small {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -702,22 +700,22 @@ struct ademamix_bfloat16_small {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1044,7 +1042,7 @@ struct ademamix_float16 {
 
 template <class Grad>
 struct ademamix_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 12;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1064,11 +1062,10 @@ struct ademamix_float16_small {
         const F beta3_now(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
+        const F lr_times_one_over_one_minus_beta1_pow_t(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F one_over_one_minus_beta1_pow_t(scalars[9]);
+        const F scalar_7(scalars[9]);
         const F scalar_8(scalars[10]);
-        const F scalar_9(scalars[11]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1090,8 +1087,8 @@ struct ademamix_float16_small {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_slow = load(exp_avg_slow_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -1105,15 +1102,15 @@ struct ademamix_float16_small {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 32  p = decoupled(p, lr, weight_decay)
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(one_over_one_minus_beta1_pow_t, exp_avg_2, fma(scalar_6, g_cast, scalar_5 * exp_avg_slow)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p_2);
-            // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-            const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
+            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

@@ -169,40 +169,39 @@ def ademamix_float32(
 def ademamix_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, MASKED: tl.constexpr,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/ademamix.py)
+    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
     # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                                 # 32  p = decoupled(p, lr, weight_decay)
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
-    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow = tl.fma(scalar_3, g, beta3_now * exp_avg_slow)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def ademamix_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
     ),
@@ -210,8 +209,8 @@ def ademamix_float32_small(
     """ademamix: the tiles of one work item."""
     walk(
         table, work, ademamix_float32_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
-        one_over_one_minus_beta1_pow_t, scalar_8, scalar_9), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -359,14 +358,14 @@ def ademamix_bfloat16(
 def ademamix_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, index, beta1,
     beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -374,19 +373,19 @@ def ademamix_bfloat16_small_tile(
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/ademamix.py)
     g_cast = widened(g_stored)
+    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 32  p = decoupled(p, lr, weight_decay)
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
-    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -405,10 +404,9 @@ def ademamix_bfloat16_small_tile(
 def ademamix_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2, counted=True, keys=("step", "stream"),
@@ -417,8 +415,8 @@ def ademamix_bfloat16_small(
     """ademamix: the tiles of one work item."""
     walk(
         table, work, ademamix_bfloat16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
-        one_over_one_minus_beta1_pow_t, scalar_8, scalar_9), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -582,14 +580,14 @@ def ademamix_float16(
 def ademamix_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_slow_ptr, exp_avg_sq_ptr, at, live, index, beta1,
     beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
+    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_slow = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -604,19 +602,19 @@ def ademamix_float16_small_tile(
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/ademamix.py)
     g_cast = g_stored.to(tl.float32)
+    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
     # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 32  p = decoupled(p, lr, weight_decay)
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(minus(tl.fma(one_over_one_minus_beta1_pow_t, exp_avg, tl.fma(scalar_6, g_cast, scalar_5 * exp_avg_slow))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_8, scalar_9)), p)
-    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow = tl.fma(scalar_3, g_cast, beta3_now * exp_avg_slow)
+    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # -- encode and store
+    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -644,10 +642,9 @@ def ademamix_float16_small_tile(
 def ademamix_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    one_over_one_minus_beta1_pow_t: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         12, 6, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
         parts=2, counted=True, keys=("step", "stream"),
@@ -656,8 +653,8 @@ def ademamix_float16_small(
     """ademamix: the tiles of one work item."""
     walk(
         table, work, ademamix_float16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, scalar_5, scalar_6,
-        one_over_one_minus_beta1_pow_t, scalar_8, scalar_9), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

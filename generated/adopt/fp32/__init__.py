@@ -42,13 +42,12 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
     bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
-    lr_times_beta1 = lr * beta1
-    lr_times_one_minus_beta1 = lr * one_minus_beta1
+    minus_lr = -lr
     one_minus_where_lt_one_t_beta2_zero = 1 - choose(1 < step, beta2, 0)
     decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     return (
-        beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
+        beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
+        one_minus_where_lt_one_t_beta2_zero, decay,
     )
 
 
@@ -71,18 +70,17 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
+    common_1 = 1 < step
+    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
     bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
-    lr_times_beta1 = lr * beta1
-    lr_times_one_minus_beta1 = lr * one_minus_beta1
-    common_1 = 1 < step
-    scalar_5 = 1 - lr * choose(common_1, weight_decay, 0)
-    scalar_6 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
+    minus_lr = -lr
+    scalar_5 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
     decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     return (
-        beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
+        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5,
+        decay,
     )
 
 
@@ -100,7 +98,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -121,7 +119,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -142,7 +140,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -163,7 +161,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -184,7 +182,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -205,7 +203,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adopt_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -39,10 +39,9 @@ struct adopt_float32 {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -54,10 +53,9 @@ struct adopt_float32 {
             const F g_3 = fma(weight_decay, p, g_2);                            // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_3 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -69,7 +67,7 @@ struct adopt_float32 {
 
 template <class Grad>
 struct adopt_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -87,10 +85,9 @@ struct adopt_bfloat16 {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -103,10 +100,9 @@ struct adopt_bfloat16 {
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I p_x_bits = bits(p_2);
@@ -120,7 +116,7 @@ struct adopt_bfloat16 {
 
 template <class Grad>
 struct adopt_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -138,10 +134,9 @@ struct adopt_float16 {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -154,10 +149,9 @@ struct adopt_float16 {
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             store(p_at + i, narrow_half(p_2));
@@ -169,7 +163,7 @@ struct adopt_float16 {
 
 template <class Grad>
 struct adopt_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -183,31 +177,31 @@ struct adopt_float32_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
-            store(p_at + i, p_2);
+            const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq);
+            store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -216,7 +210,7 @@ struct adopt_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -230,33 +224,33 @@ struct adopt_bfloat16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                      // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                      // bf16, nearest
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
-            const I p_x_bits = bits(p_2);
+            const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+            const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
@@ -267,7 +261,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -281,33 +275,33 @@ struct adopt_float16_decoupled_weight_decay {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                   // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                                   // f16, nearest
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
-            store(p_at + i, narrow_half(p_2));
+            const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+            store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

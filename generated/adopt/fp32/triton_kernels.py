@@ -13,21 +13,21 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, put, reciprocal, widened
 from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
 def adopt_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
-    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -40,14 +40,13 @@ def adopt_float32_tile(
     g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    p = tl.fma(minus_lr, exp_avg, p)                            # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -55,25 +54,24 @@ def adopt_float32_tile(
 def adopt_float32(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_float32_tile, SWEEP, (beta1, eps, weight_decay, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-        one_minus_where_lt_one_t_beta2_zero, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero,
+        decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adopt_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
-    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -87,9 +85,8 @@ def adopt_bfloat16_tile(
     g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    p = tl.fma(minus_lr, exp_avg, p)                            # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
@@ -104,25 +101,24 @@ def adopt_bfloat16_tile(
 def adopt_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_bfloat16_tile, SWEEP, (beta1, eps, weight_decay, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-        one_minus_where_lt_one_t_beta2_zero, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero,
+        decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adopt_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, weight_decay, grad_scale,
-    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-    one_minus_where_lt_one_t_beta2_zero, decay, MASKED: tl.constexpr,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -136,14 +132,13 @@ def adopt_float16_tile(
     g = tl.fma(weight_decay, p, g)                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = p - tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    p = tl.fma(minus_lr, exp_avg, p)                            # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
@@ -151,88 +146,86 @@ def adopt_float16_tile(
 def adopt_float16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    minus_lr: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_float16_tile, SWEEP, (beta1, eps, weight_decay, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-        one_minus_where_lt_one_t_beta2_zero, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero,
+        decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adopt_float32_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, scalar_0,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     g_2 = grad_scale * g
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+    p = scalar_0 * p
+    p = tl.fma(minus_lr, exp_avg, p)                            # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g, g, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adopt_float32_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
-        table, work, adopt_float32_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
-        scalar_6, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adopt_float32_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adopt_bfloat16_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, scalar_0,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     g = grad_scale * g_cast
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
+    # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+    p = scalar_0 * p
+    p = tl.fma(minus_lr, exp_avg, p)                                    # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -243,65 +236,63 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
-        table, work, adopt_bfloat16_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
-        scalar_6, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adopt_bfloat16_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adopt_float16_decoupled_weight_decay_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, eps, grad_scale, scalar_0,
+    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     g = grad_scale * g_cast
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adopt.py)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
     scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
-    # 31  p = p - lr * exp_avg
-    p = tl.fma(scalar_5, p, minus(tl.fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg)))
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(one_minus_beta1, scaled, beta1 * exp_avg)
+    # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+    p = scalar_0 * p
+    p = tl.fma(minus_lr, exp_avg, p)                                    # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adopt_float16_decoupled_weight_decay(
-    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
-    lr_times_beta1: tl.float32, lr_times_one_minus_beta1: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr: tl.float32, scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """adopt: the tiles of one work item."""
     walk(
-        table, work, adopt_float16_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
-        scalar_6, decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adopt_float16_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

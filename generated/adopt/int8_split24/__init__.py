@@ -54,22 +54,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    lr_times_beta1 = lr * beta1
-    lr_times_one_minus_beta1 = lr * one_minus_beta1
-    one_minus_where_lt_one_t_beta2_zero = 1 - choose(1 < step, beta2, 0)
-    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    return (
-        beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -86,7 +70,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 1 < step
@@ -100,24 +84,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5,
         decay,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    lr_times_beta1 = lr * beta1
-    lr_times_one_minus_beta1 = lr * one_minus_beta1
-    common_1 = 1 < step
-    scalar_5 = 1 - lr * choose(common_1, weight_decay, 0)
-    scalar_6 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
-    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    return (
-        beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-        lr_times_one_minus_beta1, scalar_5, scalar_6, decay,
     )
 
 
@@ -158,8 +124,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -204,8 +170,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -250,8 +216,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -274,7 +240,7 @@ VARIANTS = (
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -294,8 +260,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -319,7 +285,7 @@ VARIANTS = (
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -340,8 +306,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -365,7 +331,7 @@ VARIANTS = (
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -386,8 +352,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'lr_times_beta1', 'lr_times_one_minus_beta1', 'scalar_5', 'scalar_6', 'decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),

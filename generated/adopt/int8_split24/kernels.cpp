@@ -16,7 +16,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -210,7 +210,7 @@ struct adopt_float32 {
 
 template <class Grad>
 struct adopt_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -228,10 +228,9 @@ struct adopt_float32_small {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
@@ -243,10 +242,9 @@ struct adopt_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);                            // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_3 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
             store(p_at + i, p_2);
@@ -464,7 +462,7 @@ struct adopt_bfloat16 {
 
 template <class Grad>
 struct adopt_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -483,10 +481,9 @@ struct adopt_bfloat16_small {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -517,10 +514,9 @@ struct adopt_bfloat16_small {
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I word_and = lane(i);
@@ -747,7 +743,7 @@ struct adopt_float16 {
 
 template <class Grad>
 struct adopt_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -766,10 +762,9 @@ struct adopt_float16_small {
         const F minus_t_minus_one_pow_0p25(scalars[4]);
         const F bound(scalars[5]);
         const F one_minus_beta1(scalars[6]);
-        const F lr_times_beta1(scalars[7]);
-        const F lr_times_one_minus_beta1(scalars[8]);
-        const F one_minus_where_lt_one_t_beta2_zero(scalars[9]);
-        const F decay(scalars[10]);
+        const F minus_lr(scalars[7]);
+        const F one_minus_where_lt_one_t_beta2_zero(scalars[8]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -808,10 +803,9 @@ struct adopt_float16_small {
             const F g_2 = fma(weight_decay, p, g);                              // 27  g = l2(g, p, weight_decay)
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = p - fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg);
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                          // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq);
             const I p_bitcast = bits(p_2);
@@ -1025,7 +1019,7 @@ struct adopt_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_float32_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1039,31 +1033,31 @@ struct adopt_float32_decoupled_weight_decay_small {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
 
         // -- elements: decode, update  (specs/adopt.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g, g, decay * exp_avg_sq);
-            store(p_at + i, p_2);
+            const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq);
+            store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -1275,7 +1269,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_bfloat16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1290,14 +1284,13 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1318,26 +1311,27 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);    // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);    // bf16 and 8 more bits, stochastic
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1568,7 +1562,7 @@ struct adopt_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct adopt_float16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1583,14 +1577,13 @@ struct adopt_float16_decoupled_weight_decay_small {
         const F beta1(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F minus_t_minus_one_pow_0p25(scalars[3]);
-        const F bound(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_times_beta1(scalars[6]);
-        const F lr_times_one_minus_beta1(scalars[7]);
+        const F scalar_0(scalars[3]);
+        const F minus_t_minus_one_pow_0p25(scalars[4]);
+        const F bound(scalars[5]);
+        const F one_minus_beta1(scalars[6]);
+        const F minus_lr(scalars[7]);
         const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
-        const F decay(scalars[10]);
+        const F decay(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1611,6 +1604,11 @@ struct adopt_float16_decoupled_weight_decay_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F g_cast = g_stored;
+            const F g = grad_scale * g_cast;
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -1622,20 +1620,16 @@ struct adopt_float16_decoupled_weight_decay_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g = grad_scale * g_cast;
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
             const F scaled = min(max(g / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
-            // 31  p = p - lr * exp_avg
-            const F p_2 = fma(scalar_5, p, -fma(lr_times_one_minus_beta1, scaled, lr_times_beta1 * exp_avg));
             // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
             const F exp_avg_2 = fma(one_minus_beta1, scaled, beta1 * exp_avg);
+            // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+            const F p_2 = scalar_0 * p;
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                        // 31  p = p - lr * exp_avg
             // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-            const F exp_avg_sq_2 = fma(scalar_6 * g_cast, g_cast, decay * exp_avg_sq);
-            const I p_bitcast = bits(p_2);
+            const F exp_avg_sq_2 = fma(scalar_5 * g_cast, g_cast, decay * exp_avg_sq);
+            const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -1647,7 +1641,7 @@ struct adopt_float16_decoupled_weight_decay_small {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

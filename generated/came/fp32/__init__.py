@@ -76,13 +76,11 @@ def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_beta2 = 1 - beta2
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    lr_times_one_minus_beta1_times_grad_scale = lr * one_minus_beta1_times_grad_scale
-    lr_times_beta1 = lr * beta1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr = -lr
     return (
         eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, clip_threshold, beta1,
-        one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
-        one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr,
     )
 
 
@@ -277,7 +275,7 @@ VARIANTS = (
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'lr_times_one_minus_beta1_times_grad_scale', 'lr_times_beta1', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -291,7 +289,7 @@ VARIANTS = (
         stages=(
             Stage("came_float32_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float32_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("came_float32_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -307,7 +305,7 @@ VARIANTS = (
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'lr_times_one_minus_beta1_times_grad_scale', 'lr_times_beta1', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -321,7 +319,7 @@ VARIANTS = (
         stages=(
             Stage("came_bfloat16_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_bfloat16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("came_bfloat16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -337,7 +335,7 @@ VARIANTS = (
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'lr_times_one_minus_beta1_times_grad_scale', 'lr_times_beta1', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -351,7 +349,7 @@ VARIANTS = (
         stages=(
             Stage("came_float16_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+            Stage("came_float16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
 )

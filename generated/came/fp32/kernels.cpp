@@ -19,7 +19,7 @@
 //     exp_avg_res_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -789,26 +789,24 @@ struct came_float32_no_factored_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
-            store(p_at + i, p_2);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
+            store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -884,29 +882,27 @@ struct came_bfloat16_no_factored_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 28  square = g * g + eps1
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
-            const I p_x_bits = bits(p_2);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
+            const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
@@ -945,29 +941,27 @@ struct came_float16_no_factored_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 28  square = g * g + eps1
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
-            store(p_at + i, narrow_half(p_2));
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
+            store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -1139,7 +1133,7 @@ struct came_float16 {
 template <class Grad>
 struct came_float32_no_factored {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1160,7 +1154,7 @@ struct came_float32_no_factored {
 template <class Grad>
 struct came_bfloat16_no_factored {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1181,7 +1175,7 @@ struct came_bfloat16_no_factored {
 template <class Grad>
 struct came_float16_no_factored {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

@@ -19,7 +19,7 @@
 #     exp_avg_res_col  0 B  f32, one per col
 #                      exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -1045,39 +1045,36 @@ def came_float32_no_factored_2(
 def came_float32_no_factored_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
-    MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)         # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    p = one_minus_lr_times_weight_decay * p                           # 45  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, exp_avg, p)                                  # 46  p = p - lr * step
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
-    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
     ),
@@ -1085,8 +1082,8 @@ def came_float32_no_factored_3(
     """came: the tiles of one work item."""
     walk(
         table, work, came_float32_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
-        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1127,27 +1124,26 @@ def came_bfloat16_no_factored_1(
 def came_bfloat16_no_factored_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
-    MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/came.py)
     g_cast = widened(g_stored)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    # 45  p = policies.decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p
+    p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -1160,10 +1156,9 @@ def came_bfloat16_no_factored_3_tile(
 def came_bfloat16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
-    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         19, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
     ),
@@ -1171,8 +1166,8 @@ def came_bfloat16_no_factored_3(
     """came: the tiles of one work item."""
     walk(
         table, work, came_bfloat16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
-        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1213,41 +1208,39 @@ def came_float16_no_factored_1(
 def came_float16_no_factored_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
-    MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    # 45  p = policies.decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p
+    p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
-    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         19, 10, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
     ),
@@ -1255,8 +1248,8 @@ def came_float16_no_factored_3(
     """came: the tiles of one work item."""
     walk(
         table, work, came_float16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
-        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -19,7 +19,7 @@
 //     exp_avg_res_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   15.0938 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -2461,26 +2461,24 @@ struct came_float32_no_factored_small_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
-            store(p_at + i, p_2);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
+            store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -2899,9 +2897,8 @@ struct came_bfloat16_no_factored_small_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2923,26 +2920,25 @@ struct came_bfloat16_no_factored_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 28  square = g * g + eps1
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                      // 46  p = p - lr * step
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -3220,9 +3216,8 @@ struct came_float16_no_factored_small_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F lr_times_beta1(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
+        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -3244,6 +3239,9 @@ struct came_float16_no_factored_small_3 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -3255,20 +3253,16 @@ struct came_float16_no_factored_small_3 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 28  square = g * g + eps1
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
-            const I p_bitcast = bits(p_2);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
+            const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -3280,7 +3274,7 @@ struct came_float16_no_factored_small_3 {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -3647,7 +3641,7 @@ struct came_float32_no_factored {
 template <class Grad>
 struct came_float32_no_factored_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -3692,7 +3686,7 @@ struct came_bfloat16_no_factored {
 template <class Grad>
 struct came_bfloat16_no_factored_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -3738,7 +3732,7 @@ struct came_float16_no_factored {
 template <class Grad>
 struct came_float16_no_factored_small {
     typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

@@ -43,17 +43,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    common_2 = root(1 - beta2**step)
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-        scalar_5, scalar_6,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -82,16 +79,14 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    common_2 = root(1 - beta2**step)
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale,
-        scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, peak_lr_2,
+        scalar_2, scalar_3, scalar_4, peak_lr_2,
     )
 
 
@@ -109,7 +104,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -125,7 +120,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -141,7 +136,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -157,7 +152,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -173,7 +168,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -189,7 +184,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -205,7 +200,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -221,7 +216,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -237,7 +232,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -253,7 +248,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -269,7 +264,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -285,7 +280,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -302,7 +297,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -318,7 +313,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -335,7 +330,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -351,7 +346,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -368,7 +363,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -384,7 +379,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -401,7 +396,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -417,7 +412,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -434,7 +429,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -450,7 +445,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -467,7 +462,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -483,7 +478,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
 )

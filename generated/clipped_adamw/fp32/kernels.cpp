@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -126,9 +126,7 @@ struct clipped_adamw_float32_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -137,13 +135,13 @@ struct clipped_adamw_float32_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -208,9 +206,7 @@ struct clipped_adamw_bfloat16_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
@@ -221,13 +217,13 @@ struct clipped_adamw_bfloat16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -266,9 +262,7 @@ struct clipped_adamw_float16_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -279,13 +273,13 @@ struct clipped_adamw_float16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -402,9 +396,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -414,15 +406,15 @@ struct clipped_adamw_float32_amsgrad_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -490,9 +482,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
@@ -504,15 +494,15 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -554,9 +544,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -568,15 +556,15 @@ struct clipped_adamw_float16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -588,7 +576,7 @@ struct clipped_adamw_float16_amsgrad_4 {
 template <class Grad>
 struct clipped_adamw_float32 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -611,7 +599,7 @@ struct clipped_adamw_float32 {
 template <class Grad>
 struct clipped_adamw_bfloat16 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -634,7 +622,7 @@ struct clipped_adamw_bfloat16 {
 template <class Grad>
 struct clipped_adamw_float16 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -657,7 +645,7 @@ struct clipped_adamw_float16 {
 template <class Grad>
 struct clipped_adamw_float32_amsgrad {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -681,7 +669,7 @@ struct clipped_adamw_float32_amsgrad {
 template <class Grad>
 struct clipped_adamw_bfloat16_amsgrad {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -705,7 +693,7 @@ struct clipped_adamw_bfloat16_amsgrad {
 template <class Grad>
 struct clipped_adamw_float16_amsgrad {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

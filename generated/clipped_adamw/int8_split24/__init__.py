@@ -58,27 +58,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        grad_scale_times_grad_scale, max_norm, beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-        scalar_5, scalar_6,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -95,7 +74,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, 
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -112,28 +91,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale,
         scalar_2, scalar_3, scalar_4, peak_lr_2,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale,
-        scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, peak_lr_2,
     )
 
 
@@ -185,8 +142,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -201,7 +158,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -253,8 +210,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -269,7 +226,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -321,8 +278,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -337,7 +294,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -356,7 +313,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -387,8 +344,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -403,7 +360,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -423,7 +380,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -455,8 +412,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -471,7 +428,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -491,7 +448,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -523,8 +480,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -539,7 +496,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -592,8 +549,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -608,7 +565,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -663,8 +620,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -679,7 +636,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -734,8 +691,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -750,7 +707,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -771,7 +728,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -803,8 +760,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -819,7 +776,7 @@ VARIANTS = (
             Stage("clipped_adamw_float32_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_small_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -841,7 +798,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -874,8 +831,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -890,7 +847,7 @@ VARIANTS = (
             Stage("clipped_adamw_bfloat16_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_bfloat16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -912,7 +869,7 @@ VARIANTS = (
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -945,8 +902,8 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -961,7 +918,7 @@ VARIANTS = (
             Stage("clipped_adamw_float16_amsgrad_small_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
+            Stage("clipped_adamw_float16_amsgrad_small_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
         ),
     ),
 )

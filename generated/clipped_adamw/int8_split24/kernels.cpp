@@ -17,7 +17,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -432,9 +432,7 @@ struct clipped_adamw_float32_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -443,13 +441,13 @@ struct clipped_adamw_float32_small_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -890,9 +888,7 @@ struct clipped_adamw_bfloat16_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -921,13 +917,13 @@ struct clipped_adamw_bfloat16_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1233,9 +1229,7 @@ struct clipped_adamw_float16_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1272,13 +1266,13 @@ struct clipped_adamw_float16_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1721,9 +1715,7 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
@@ -1733,15 +1725,15 @@ struct clipped_adamw_float32_amsgrad_small_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -2194,9 +2186,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2226,15 +2216,15 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2603,9 +2593,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_5(known.scalars[9]);
-        const F scalar_6(known.scalars[10]);
+        const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2643,15 +2631,15 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2703,7 +2691,7 @@ struct clipped_adamw_float32 {
 template <class Grad>
 struct clipped_adamw_float32_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2752,7 +2740,7 @@ struct clipped_adamw_bfloat16 {
 template <class Grad>
 struct clipped_adamw_bfloat16_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2802,7 +2790,7 @@ struct clipped_adamw_float16 {
 template <class Grad>
 struct clipped_adamw_float16_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2853,7 +2841,7 @@ struct clipped_adamw_float32_amsgrad {
 template <class Grad>
 struct clipped_adamw_float32_amsgrad_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2905,7 +2893,7 @@ struct clipped_adamw_bfloat16_amsgrad {
 template <class Grad>
 struct clipped_adamw_bfloat16_amsgrad_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2958,7 +2946,7 @@ struct clipped_adamw_float16_amsgrad {
 template <class Grad>
 struct clipped_adamw_float16_amsgrad_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

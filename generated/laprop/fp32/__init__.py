@@ -43,13 +43,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_1 = root(1 - beta2**step)
     eps_times_sqrt_one_minus_beta2_pow_t = eps * common_1
     scalar_2 = (1 - beta1) * (grad_scale * common_1)
-    common_2 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_2 * beta1
-    scalar_4 = common_2 * scalar_2
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
         beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
     )
 
 
@@ -67,7 +65,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -88,7 +86,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -109,7 +107,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

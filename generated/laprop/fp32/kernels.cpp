@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct laprop_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -37,24 +37,21 @@ struct laprop_float32 {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
-            const F g_mul = g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 27  p = decoupled(p, lr, weight_decay)
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -64,7 +61,7 @@ struct laprop_float32 {
 
 template <class Grad>
 struct laprop_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -80,25 +77,23 @@ struct laprop_bfloat16 {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update, encode  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                              // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                                         // bf16, nearest
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 27  p = decoupled(p, lr, weight_decay)
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -110,7 +105,7 @@ struct laprop_bfloat16 {
 
 template <class Grad>
 struct laprop_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -126,25 +121,23 @@ struct laprop_float16 {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                           // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                                      // f16, nearest
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 27  p = decoupled(p, lr, weight_decay)
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -26,69 +26,66 @@ from optgen.runtime.triton_walk import Sweep, walk
 @triton.jit
 def laprop_float32_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
     one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/laprop.py)
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
-    p = one_minus_lr_times_weight_decay * p                   # 27  p = decoupled(p, lr, weight_decay)
-    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)        # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = tl.fma(scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = one_minus_lr_times_weight_decay * p                      # 27  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def laprop_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """laprop: the tiles of one work item."""
     walk(
         table, work, laprop_float32_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-        scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def laprop_bfloat16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
     one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/laprop.py)
     g_cast = widened(g_stored)
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
-    p = one_minus_lr_times_weight_decay * p                             # 27  p = decoupled(p, lr, weight_decay)
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(scalar_2, g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)         # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = one_minus_lr_times_weight_decay * p                             # 27  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -101,62 +98,60 @@ def laprop_bfloat16_tile(
 def laprop_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """laprop: the tiles of one work item."""
     walk(
         table, work, laprop_bfloat16_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-        scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def laprop_float16_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, scalar_0,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
     one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/laprop.py)
     g_cast = g_stored.to(tl.float32)
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t)
-    # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p - tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)
-    p = one_minus_lr_times_weight_decay * p                             # 27  p = decoupled(p, lr, weight_decay)
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_2, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(scalar_2, g_cast * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)         # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = one_minus_lr_times_weight_decay * p                             # 27  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def laprop_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """laprop: the tiles of one work item."""
     walk(
         table, work, laprop_float16_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-        scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

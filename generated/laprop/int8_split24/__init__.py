@@ -54,23 +54,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    eps_times_sqrt_one_minus_beta2_pow_t = eps * common_1
-    scalar_2 = (1 - beta1) * (grad_scale * common_1)
-    common_2 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_2 * beta1
-    scalar_4 = common_2 * scalar_2
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay,
-    )
-
-
 VARIANTS = (
     Variant(
         function="laprop_float32",
@@ -108,8 +91,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -154,8 +137,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -200,8 +183,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'eps_times_sqrt_one_minus_beta2_pow_t', 'scalar_2', 'minus_lr_over_one_minus_beta1_pow_t', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),

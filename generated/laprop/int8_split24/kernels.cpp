@@ -16,7 +16,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -205,7 +205,7 @@ struct laprop_float32 {
 
 template <class Grad>
 struct laprop_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -221,24 +221,21 @@ struct laprop_float32_small {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/laprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const F p = load(p_at + i);
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
-            const F g_mul = g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 27  p = decoupled(p, lr, weight_decay)
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -445,7 +442,7 @@ struct laprop_bfloat16 {
 
 template <class Grad>
 struct laprop_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -462,9 +459,8 @@ struct laprop_bfloat16_small {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -485,21 +481,19 @@ struct laprop_bfloat16_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;              // 27  p = decoupled(p, lr, weight_decay)
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(scalar_2, g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -729,7 +723,7 @@ struct laprop_float16 {
 
 template <class Grad>
 struct laprop_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -746,9 +740,8 @@ struct laprop_float16_small {
         const F scalar_0(scalars[2]);
         const F eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_lr_times_weight_decay(scalars[7]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -769,6 +762,9 @@ struct laprop_float16_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -780,17 +776,13 @@ struct laprop_float16_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t);
-            // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_2 = p - fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg);
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;        // 27  p = decoupled(p, lr, weight_decay)
-            const F exp_avg_2 = fma(scalar_2, g_mul, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+            const F exp_avg_2 = fma(scalar_2, g_cast / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

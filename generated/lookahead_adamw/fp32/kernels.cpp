@@ -15,7 +15,7 @@
 //     slow        4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
 
@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct lookahead_adamw_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -39,10 +39,8 @@ struct lookahead_adamw_float32 {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -50,13 +48,13 @@ struct lookahead_adamw_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -66,7 +64,7 @@ struct lookahead_adamw_float32 {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -82,10 +80,8 @@ struct lookahead_adamw_bfloat16 {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -95,13 +91,13 @@ struct lookahead_adamw_bfloat16 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -113,7 +109,7 @@ struct lookahead_adamw_bfloat16 {
 
 template <class Grad>
 struct lookahead_adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -129,10 +125,8 @@ struct lookahead_adamw_float16 {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -142,13 +136,13 @@ struct lookahead_adamw_float16 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -158,7 +152,7 @@ struct lookahead_adamw_float16 {
 
 template <class Grad>
 struct lookahead_adamw_float32_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -176,10 +170,8 @@ struct lookahead_adamw_float32_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -188,13 +180,13 @@ struct lookahead_adamw_float32_sync {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             const F slow = load(slow_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             store(p_at + i, slow_fma);
             store(exp_avg_at + i, exp_avg_2);
@@ -206,7 +198,7 @@ struct lookahead_adamw_float32_sync {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -224,10 +216,8 @@ struct lookahead_adamw_bfloat16_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -238,13 +228,13 @@ struct lookahead_adamw_bfloat16_sync {
             const F p = widened(p_stored);                      // bf16, nearest
             const F slow = load(slow_at + i);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             const I p_x_bits = bits(slow_fma);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -258,7 +248,7 @@ struct lookahead_adamw_bfloat16_sync {
 
 template <class Grad>
 struct lookahead_adamw_float16_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -276,10 +266,8 @@ struct lookahead_adamw_float16_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -290,13 +278,13 @@ struct lookahead_adamw_float16_sync {
             const F p = widen_half(p_stored);                   // f16, nearest
             const F slow = load(slow_at + i);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             store(p_at + i, narrow_half(slow_fma));
             store(exp_avg_at + i, exp_avg_2);
@@ -308,7 +296,7 @@ struct lookahead_adamw_float16_sync {
 
 template <class Grad>
 struct lookahead_adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -325,10 +313,8 @@ struct lookahead_adamw_float32_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -337,15 +323,15 @@ struct lookahead_adamw_float32_amsgrad {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -356,7 +342,7 @@ struct lookahead_adamw_float32_amsgrad {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -373,10 +359,8 @@ struct lookahead_adamw_bfloat16_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -387,15 +371,15 @@ struct lookahead_adamw_bfloat16_amsgrad {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -408,7 +392,7 @@ struct lookahead_adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct lookahead_adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
@@ -425,10 +409,8 @@ struct lookahead_adamw_float16_amsgrad {
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[5]);
+        const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        const F scalar_5(scalars[7]);
-        const F scalar_6(scalars[8]);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -439,15 +421,15 @@ struct lookahead_adamw_float16_amsgrad {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -458,7 +440,7 @@ struct lookahead_adamw_float16_amsgrad {
 
 template <class Grad>
 struct lookahead_adamw_float32_amsgrad_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -477,10 +459,8 @@ struct lookahead_adamw_float32_amsgrad_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -490,15 +470,15 @@ struct lookahead_adamw_float32_amsgrad_sync {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             const F slow = load(slow_at + i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             store(p_at + i, slow_fma);
             store(exp_avg_at + i, exp_avg_2);
@@ -511,7 +491,7 @@ struct lookahead_adamw_float32_amsgrad_sync {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -530,10 +510,8 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -545,15 +523,15 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
             const F p = widened(p_stored);                                 // bf16, nearest
             const F slow = load(slow_at + i);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             const I p_x_bits = bits(slow_fma);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
@@ -568,7 +546,7 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
 
 template <class Grad>
 struct lookahead_adamw_float16_amsgrad_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -587,10 +565,8 @@ struct lookahead_adamw_float16_amsgrad_sync {
         const F one_minus_lr_times_weight_decay(scalars[3]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_2(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[6]);
+        const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F scalar_5(scalars[8]);
-        const F scalar_6(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -602,15 +578,15 @@ struct lookahead_adamw_float16_amsgrad_sync {
             const F p = widen_half(p_stored);                              // f16, nearest
             const F slow = load(slow_at + i);
             const F g_cast = g_stored;
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             store(p_at + i, narrow_half(slow_fma));
             store(exp_avg_at + i, exp_avg_2);

@@ -59,25 +59,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -92,7 +73,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -106,25 +87,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     return (
         beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
         scalar_3, scalar_4,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -144,7 +106,7 @@ def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_
     )
 
 
-def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -158,27 +120,6 @@ def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
-
-
-def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, peak_lr_2,
-    )
 
 
 def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
@@ -197,7 +138,7 @@ def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_
     )
 
 
-def kernel_scalars_7(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -211,27 +152,6 @@ def kernel_scalars_7(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (beta1, beta2, alpha, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
-
-
-def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, alpha, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, peak_lr_2,
-    )
 
 
 VARIANTS = (
@@ -273,8 +193,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -321,8 +241,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -369,8 +289,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -394,7 +314,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -415,8 +335,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -441,7 +361,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -463,8 +383,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -489,7 +409,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -511,8 +431,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -536,7 +456,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -557,8 +477,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -583,7 +503,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -605,8 +525,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -631,7 +551,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -653,8 +573,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -678,7 +598,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -699,8 +619,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -725,7 +645,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -747,8 +667,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -773,7 +693,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -795,8 +715,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -844,8 +764,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -895,8 +815,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -946,8 +866,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -973,7 +893,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -995,8 +915,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -1023,7 +943,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -1046,8 +966,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -1074,7 +994,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(),
@@ -1097,8 +1017,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -1124,7 +1044,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1146,8 +1066,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -1174,7 +1094,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1197,8 +1117,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1225,7 +1145,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
         kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1248,8 +1168,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1275,7 +1195,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1297,8 +1217,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
         host_states=(('peak_lr', 0.0),),
@@ -1325,7 +1245,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1348,8 +1268,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1376,7 +1296,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
         kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_7,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),
@@ -1399,8 +1319,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_8,
+        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(('peak_lr', 0.0),),

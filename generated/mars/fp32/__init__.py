@@ -49,17 +49,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    common_1 = divide(lr, 1 - beta1**step)
-    scalar_5 = common_1 * one_minus_beta1
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    common_2 = root(1 - beta2**step)
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_7 = choose(common_3, 1, 1 / common_2)
-    scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_5 = choose(common_3, 1, divide(1, common_2))
+    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6,
     )
 
 
@@ -78,7 +75,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -92,7 +89,7 @@ VARIANTS = (
         stages=(
             Stage("mars_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
             Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_float32_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
+            Stage("mars_float32_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -109,7 +106,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -123,7 +120,7 @@ VARIANTS = (
         stages=(
             Stage("mars_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
             Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
+            Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -140,7 +137,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -154,7 +151,7 @@ VARIANTS = (
         stages=(
             Stage("mars_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
             Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
+            Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),
 )

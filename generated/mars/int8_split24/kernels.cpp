@@ -19,7 +19,7 @@
 //     last_grad   1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 //                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //   traffic   17.2188 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -474,9 +474,7 @@ struct mars_float32_small_3 {
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
-        const F scalar_7(known.scalars[10]);
-        const F scalar_8(known.scalars[11]);
+        const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
 
         // -- elements: decode, update  (specs/mars.py)
@@ -491,13 +489,13 @@ struct mars_float32_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
             const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -976,9 +974,7 @@ struct mars_bfloat16_small_3 {
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
-        const F scalar_7(known.scalars[10]);
-        const F scalar_8(known.scalars[11]);
+        const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1012,13 +1008,13 @@ struct mars_bfloat16_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
             const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1373,9 +1369,7 @@ struct mars_float16_small_3 {
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
-        const F scalar_7(known.scalars[10]);
-        const F scalar_8(known.scalars[11]);
+        const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1417,13 +1411,13 @@ struct mars_float16_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
+            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
             const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1475,7 +1469,7 @@ struct mars_float32 {
 template <class Grad>
 struct mars_float32_small {
     typedef void staged;
-    static constexpr int SCALARS = 12, BLOCK = 1;
+    static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1523,7 +1517,7 @@ struct mars_bfloat16 {
 template <class Grad>
 struct mars_bfloat16_small {
     typedef void staged;
-    static constexpr int SCALARS = 12, BLOCK = 1;
+    static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1572,7 +1566,7 @@ struct mars_float16 {
 template <class Grad>
 struct mars_float16_small {
     typedef void staged;
-    static constexpr int SCALARS = 12, BLOCK = 1;
+    static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

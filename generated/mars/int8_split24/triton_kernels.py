@@ -19,7 +19,7 @@
 #     last_grad   1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 #                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   17.2188 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -284,8 +284,8 @@ def mars_float32_small_2(table, work, LANES: tl.constexpr):
 def mars_float32_small_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
     live, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -301,18 +301,18 @@ def mars_float32_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -320,9 +320,8 @@ def mars_float32_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
-    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
         (6, tl.float32, "one")), parts=2,
@@ -332,8 +331,7 @@ def mars_float32_small_3(
     walk(
         table, work, mars_float32_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
         gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -581,8 +579,7 @@ def mars_bfloat16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-    scalar_8, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -601,17 +598,17 @@ def mars_bfloat16_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -631,9 +628,8 @@ def mars_bfloat16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
-    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -643,8 +639,7 @@ def mars_bfloat16_small_3(
     walk(
         table, work, mars_bfloat16_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
         gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -876,8 +871,7 @@ def mars_float16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-    scalar_8, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -903,17 +897,17 @@ def mars_float16_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -942,9 +936,8 @@ def mars_float16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
-    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -954,8 +947,7 @@ def mars_float16_small_3(
     walk(
         table, work, mars_float16_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
         gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

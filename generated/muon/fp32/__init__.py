@@ -20,7 +20,10 @@ CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
-def host_scalars(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas, adamw_eps):
+def host_scalars(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
+    adamw_eps,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     ns_coefficients_0, ns_coefficients_1, ns_coefficients_2 = ns_coefficients
     one_minus_momentum = 1 - momentum
@@ -31,20 +34,24 @@ def host_scalars(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficient
     )
 
 
-def kernel_scalars(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas, adamw_eps):
+def kernel_scalars(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
+    adamw_eps,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     ns_coefficients_0, ns_coefficients_1, ns_coefficients_2 = ns_coefficients
     one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    momentum_times_momentum = momentum * momentum
-    scalar_2 = momentum * one_minus_momentum_times_grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        lr, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, ns_coefficients_0,
-        ns_coefficients_1, ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1,
+        ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
     )
 
 
-def host_scalars_2(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas, adamw_eps):
+def host_scalars_2(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
+    adamw_eps,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     adamw_betas_0, adamw_betas_1 = adamw_betas
     one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
@@ -59,33 +66,23 @@ def host_scalars_2(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficie
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas, adamw_eps):
+def kernel_scalars_2(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
+    adamw_eps,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     adamw_betas_0, adamw_betas_1 = adamw_betas
-    common_1 = divide(adamw_lr, 1 - adamw_betas_0**step)
-    scalar_0 = common_1 * adamw_betas_0
-    scalar_1 = common_1 * ((1 - adamw_betas_0) * grad_scale)
-    scalar_2 = (1 - adamw_betas_1) * grad_scale * grad_scale
-    common_2 = root(1 - adamw_betas_1**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, 1 / common_2)
-    scalar_4 = divide(larger(adamw_eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
+    scalar_1 = (1 - adamw_betas_1) * grad_scale * grad_scale
+    common_1 = root(1 - adamw_betas_1**step)
+    common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(adamw_eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     return (
-        adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-        one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-    )
-
-
-def kernel_scalars_3(step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas, adamw_eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    ns_coefficients_0, ns_coefficients_1, ns_coefficients_2 = ns_coefficients
-    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1,
-        ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+        adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay,
     )
 
 
@@ -102,7 +99,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -116,9 +113,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -133,7 +130,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -147,9 +144,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -164,7 +161,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -178,9 +175,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -196,7 +193,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -217,7 +214,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -238,7 +235,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -259,7 +256,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -280,7 +277,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -301,7 +298,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -322,7 +319,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -343,7 +340,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -364,7 +361,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -384,7 +381,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -398,9 +395,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -415,7 +412,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -429,9 +426,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -446,7 +443,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -460,9 +457,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -478,7 +475,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -499,7 +496,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -520,7 +517,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -541,7 +538,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -562,7 +559,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -583,7 +580,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -604,7 +601,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -625,7 +622,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -646,7 +643,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -667,7 +664,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -698,7 +695,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -729,7 +726,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -760,7 +757,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -781,7 +778,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -802,7 +799,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -823,7 +820,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -844,7 +841,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -865,7 +862,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -886,7 +883,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -907,7 +904,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -928,7 +925,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -949,7 +946,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -980,7 +977,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -1011,7 +1008,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
         kernel_scalars=('lr', 'momentum', 'one_minus_momentum_times_grad_scale', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps', 'ns_steps', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -1042,7 +1039,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1063,7 +1060,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1084,7 +1081,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1105,7 +1102,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1126,7 +1123,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1147,7 +1144,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1168,7 +1165,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1189,7 +1186,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -1210,7 +1207,7 @@ VARIANTS = (
         ),
         scalars=('adamw_betas_0', 'adamw_betas_1', 'adamw_eps', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

@@ -11,7 +11,7 @@
 //     momentum_buffer  4 B  f32
 //                      exact; every f32
 //   traffic   18 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct muon_float32_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -32,13 +32,11 @@ struct muon_float32_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -47,11 +45,11 @@ struct muon_float32_no_matrix {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -61,7 +59,7 @@ struct muon_float32_no_matrix {
 
 template <class Grad>
 struct muon_bfloat16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -74,13 +72,11 @@ struct muon_bfloat16_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -91,11 +87,11 @@ struct muon_bfloat16_no_matrix {
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -107,7 +103,7 @@ struct muon_bfloat16_no_matrix {
 
 template <class Grad>
 struct muon_float16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -120,13 +116,11 @@ struct muon_float16_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -137,11 +131,11 @@ struct muon_float16_no_matrix {
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -196,8 +190,6 @@ struct muon_float32_2 {
         uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
         const F momentum(known.scalars[1]);
         const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-        const F momentum_times_momentum(known.scalars[3]);
-        const F scalar_2(known.scalars[4]);
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -207,7 +199,7 @@ struct muon_float32_2 {
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-            const F direction = fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul;
+            const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
@@ -233,7 +225,7 @@ struct muon_float32_4 {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
 
         // -- elements: decode, update  (specs/muon.py)
@@ -270,19 +262,16 @@ struct muon_bfloat16_2 {
         uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
         const F momentum(known.scalars[1]);
         const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-        const F momentum_times_momentum(known.scalars[3]);
-        const F scalar_2(known.scalars[4]);
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_momentum_times_grad_scale * g_cast;
+            const F g_mul = one_minus_momentum_times_grad_scale * g_stored;
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-            const F direction = fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul;
+            const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
@@ -308,7 +297,7 @@ struct muon_bfloat16_4 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
 
         // -- elements: decode, update, encode  (specs/muon.py)
@@ -345,7 +334,7 @@ struct muon_float16_4 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
 
         // -- elements: decode, update  (specs/muon.py)
@@ -423,40 +412,6 @@ struct muon_float32_no_nesterov_2 {
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct muon_float32_no_nesterov_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const F p = load(p_at + i);
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            store(p_at + i, p_3);
-        }
-    }
-};
-
 // a sweep: direction (specs/muon.py:42)
 template <class Grad>
 struct muon_bfloat16_no_nesterov_2 {
@@ -492,82 +447,10 @@ struct muon_bfloat16_no_nesterov_2 {
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct muon_bfloat16_no_nesterov_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                       // bf16, nearest
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct muon_float16_no_nesterov_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                    // f16, nearest
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            store(p_at + i, narrow_half(p_3));
-        }
-    }
-};
-
 template <class Grad>
 struct muon_float32 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -586,7 +469,7 @@ struct muon_float32 {
 template <class Grad>
 struct muon_bfloat16 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -605,7 +488,7 @@ struct muon_bfloat16 {
 template <class Grad>
 struct muon_float16 {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -624,7 +507,7 @@ struct muon_float16 {
 template <class Grad>
 struct muon_float32_match_rms_adamw {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -643,7 +526,7 @@ struct muon_float32_match_rms_adamw {
 template <class Grad>
 struct muon_bfloat16_match_rms_adamw {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -662,7 +545,7 @@ struct muon_bfloat16_match_rms_adamw {
 template <class Grad>
 struct muon_float16_match_rms_adamw {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -693,7 +576,7 @@ struct muon_float32_no_nesterov {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_1<Grad>>(),
         stage<muon_float32_no_nesterov_2<Grad>>(),
-        stage<muon_float32_no_nesterov_4<Grad>>(),
+        stage<muon_float32_4<Grad>>(),
     };
 };
 
@@ -712,7 +595,7 @@ struct muon_bfloat16_no_nesterov {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_4<Grad>>(),
+        stage<muon_bfloat16_4<Grad>>(),
     };
 };
 
@@ -731,7 +614,7 @@ struct muon_float16_no_nesterov {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_float16_no_nesterov_4<Grad>>(),
+        stage<muon_float16_4<Grad>>(),
     };
 };
 
@@ -750,7 +633,7 @@ struct muon_float32_no_nesterov_match_rms_adamw {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_1<Grad>>(),
         stage<muon_float32_no_nesterov_2<Grad>>(),
-        stage<muon_float32_no_nesterov_4<Grad>>(),
+        stage<muon_float32_4<Grad>>(),
     };
 };
 
@@ -769,7 +652,7 @@ struct muon_bfloat16_no_nesterov_match_rms_adamw {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_4<Grad>>(),
+        stage<muon_bfloat16_4<Grad>>(),
     };
 };
 
@@ -788,7 +671,7 @@ struct muon_float16_no_nesterov_match_rms_adamw {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_float16_no_nesterov_4<Grad>>(),
+        stage<muon_float16_4<Grad>>(),
     };
 };
 

@@ -11,7 +11,7 @@
 #     momentum_buffer  4 B  f32
 #                      exact; every f32
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -55,7 +55,7 @@ def muon_float32_1(table, work, lr: tl.float32, LANES: tl.constexpr):
 @triton.jit
 def muon_float32_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -64,26 +64,26 @@ def muon_float32_2_tile(
     # -- update  (specs/muon.py)
     g_mul = one_minus_momentum_times_grad_scale * g
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float32_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float32_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float32_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -122,36 +122,35 @@ def muon_float32_4(
 @triton.jit
 def muon_bfloat16_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
-    g_cast = widened(g_stored)
-    g_mul = one_minus_momentum_times_grad_scale * g_cast
+    g_mul = one_minus_momentum_times_grad_scale * widened(g_stored)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_bfloat16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_bfloat16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -193,36 +192,35 @@ def muon_bfloat16_4(
 @triton.jit
 def muon_float16_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
-    g_cast = g_stored.to(tl.float32)
-    g_mul = one_minus_momentum_times_grad_scale * g_cast
+    g_mul = one_minus_momentum_times_grad_scale * g_stored.to(tl.float32)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float16_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -261,9 +259,9 @@ def muon_float16_4(
 
 @triton.jit
 def muon_float32_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1, scalar_0,
-    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -273,39 +271,39 @@ def muon_float32_no_matrix_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def muon_bfloat16_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1, scalar_0,
-    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -317,14 +315,14 @@ def muon_bfloat16_no_matrix_tile(
     # -- update  (specs/muon.py)
     g_cast = widened(g_stored)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
@@ -332,26 +330,26 @@ def muon_bfloat16_no_matrix_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def muon_float16_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1, scalar_0,
-    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -363,31 +361,31 @@ def muon_float16_no_matrix_tile(
     # -- update  (specs/muon.py)
     g_cast = g_stored.to(tl.float32)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -11,7 +11,7 @@
 //     momentum_buffer  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                      |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //   traffic   14.0625 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -200,7 +200,7 @@ struct muon_float32_no_matrix {
 
 template <class Grad>
 struct muon_float32_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -213,13 +213,11 @@ struct muon_float32_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -228,11 +226,11 @@ struct muon_float32_no_matrix_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -440,7 +438,7 @@ struct muon_bfloat16_no_matrix {
 
 template <class Grad>
 struct muon_bfloat16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -454,13 +452,11 @@ struct muon_bfloat16_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -489,11 +485,11 @@ struct muon_bfloat16_no_matrix_small {
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -724,7 +720,7 @@ struct muon_float16_no_matrix {
 
 template <class Grad>
 struct muon_float16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -738,13 +734,11 @@ struct muon_float16_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -781,11 +775,11 @@ struct muon_float16_no_matrix_small {
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1046,8 +1040,6 @@ struct muon_float32_small_2 {
         uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
         const F momentum(known.scalars[1]);
         const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-        const F momentum_times_momentum(known.scalars[3]);
-        const F scalar_2(known.scalars[4]);
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
@@ -1057,7 +1049,7 @@ struct muon_float32_small_2 {
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-            const F direction = fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul;
+            const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
@@ -1083,7 +1075,7 @@ struct muon_float32_small_4 {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
 
         // -- elements: decode, update  (specs/muon.py)
@@ -1339,19 +1331,16 @@ struct muon_bfloat16_small_2 {
         uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
         const F momentum(known.scalars[1]);
         const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-        const F momentum_times_momentum(known.scalars[3]);
-        const F scalar_2(known.scalars[4]);
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_momentum_times_grad_scale * g_cast;
+            const F g_mul = one_minus_momentum_times_grad_scale * g_stored;
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-            const F direction = fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul;
+            const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
@@ -1381,7 +1370,7 @@ struct muon_bfloat16_small_4 {
         const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1523,7 +1512,7 @@ struct muon_float16_small_4 {
         const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[10]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1819,40 +1808,6 @@ struct muon_float32_no_nesterov_small_2 {
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct muon_float32_no_nesterov_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const F p = load(p_at + i);
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            store(p_at + i, p_3);
-        }
-    }
-};
-
 // a sweep: direction (specs/muon.py:42)
 template <class Grad>
 struct muon_bfloat16_no_nesterov_2 {
@@ -2013,148 +1968,6 @@ struct muon_bfloat16_no_nesterov_small_2 {
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct muon_bfloat16_no_nesterov_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_scale
-        {5, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[2];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);               // 46  p = p - lr * scale * direction
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct muon_float16_no_nesterov_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_scale
-        {5, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[2];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
 template <class Grad>
 struct muon_float32 {
     typedef void staged;
@@ -2178,7 +1991,7 @@ struct muon_float32 {
 template <class Grad>
 struct muon_float32_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2218,7 +2031,7 @@ struct muon_bfloat16 {
 template <class Grad>
 struct muon_bfloat16_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2259,7 +2072,7 @@ struct muon_float16 {
 template <class Grad>
 struct muon_float16_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2299,7 +2112,7 @@ struct muon_float32_match_rms_adamw {
 template <class Grad>
 struct muon_float32_match_rms_adamw_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2339,7 +2152,7 @@ struct muon_bfloat16_match_rms_adamw {
 template <class Grad>
 struct muon_bfloat16_match_rms_adamw_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2380,7 +2193,7 @@ struct muon_float16_match_rms_adamw {
 template <class Grad>
 struct muon_float16_match_rms_adamw_small {
     typedef void staged;
-    static constexpr int SCALARS = 11, BLOCK = 1;
+    static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2432,7 +2245,7 @@ struct muon_float32_no_nesterov_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_small_1<Grad>>(),
         stage<muon_float32_no_nesterov_small_2<Grad>>(),
-        stage<muon_float32_no_nesterov_small_4<Grad>>(),
+        stage<muon_float32_small_4<Grad>>(),
     };
 };
 
@@ -2473,7 +2286,7 @@ struct muon_bfloat16_no_nesterov_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_small_2<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_small_4<Grad>>(),
+        stage<muon_bfloat16_small_4<Grad>>(),
     };
 };
 
@@ -2514,7 +2327,7 @@ struct muon_float16_no_nesterov_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_small_2<Grad>>(),
-        stage<muon_float16_no_nesterov_small_4<Grad>>(),
+        stage<muon_float16_small_4<Grad>>(),
     };
 };
 
@@ -2553,7 +2366,7 @@ struct muon_float32_no_nesterov_match_rms_adamw_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_small_1<Grad>>(),
         stage<muon_float32_no_nesterov_small_2<Grad>>(),
-        stage<muon_float32_no_nesterov_small_4<Grad>>(),
+        stage<muon_float32_small_4<Grad>>(),
     };
 };
 
@@ -2594,7 +2407,7 @@ struct muon_bfloat16_no_nesterov_match_rms_adamw_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_small_2<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_small_4<Grad>>(),
+        stage<muon_bfloat16_small_4<Grad>>(),
     };
 };
 
@@ -2635,7 +2448,7 @@ struct muon_float16_no_nesterov_match_rms_adamw_small {
     static constexpr Stage STAGES[] = {
         stage<muon_float32_match_rms_adamw_1<Grad>>(),
         stage<muon_bfloat16_no_nesterov_small_2<Grad>>(),
-        stage<muon_float16_no_nesterov_small_4<Grad>>(),
+        stage<muon_float16_small_4<Grad>>(),
     };
 };
 

@@ -11,7 +11,7 @@
 #     momentum_buffer  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                      |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   14.0625 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -169,7 +169,7 @@ def muon_float32_small_1(table, work, lr: tl.float32, LANES: tl.constexpr):
 @triton.jit
 def muon_float32_small_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -178,26 +178,26 @@ def muon_float32_small_2_tile(
     # -- update  (specs/muon.py)
     g_mul = one_minus_momentum_times_grad_scale * g
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float32_small_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float32_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float32_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -343,36 +343,35 @@ def muon_bfloat16_4(
 @triton.jit
 def muon_bfloat16_small_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
-    g_cast = widened(g_stored)
-    g_mul = one_minus_momentum_times_grad_scale * g_cast
+    g_mul = one_minus_momentum_times_grad_scale * widened(g_stored)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_small_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_bfloat16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_bfloat16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -555,36 +554,35 @@ def muon_float16_4(
 @triton.jit
 def muon_float16_small_2_tile(
     g_ptr, momentum_buffer_ptr, direction_ptr, at, live, momentum, one_minus_momentum_times_grad_scale,
-    momentum_times_momentum, scalar_2, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
-    g_cast = g_stored.to(tl.float32)
-    g_mul = one_minus_momentum_times_grad_scale * g_cast
+    g_mul = one_minus_momentum_times_grad_scale * g_stored.to(tl.float32)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer_2 = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = tl.fma(momentum, momentum_buffer, g_mul)
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float16_small_2(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -752,9 +750,9 @@ def muon_float32_no_matrix(
 
 @triton.jit
 def muon_float32_no_matrix_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1, scalar_0,
-    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -764,31 +762,31 @@ def muon_float32_no_matrix_small_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/muon.py)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -899,8 +897,8 @@ def muon_bfloat16_no_matrix(
 @triton.jit
 def muon_bfloat16_no_matrix_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, index, adamw_betas_0,
-    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -914,14 +912,14 @@ def muon_bfloat16_no_matrix_small_tile(
     # -- update  (specs/muon.py)
     g_cast = widened(g_stored)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -938,10 +936,10 @@ def muon_bfloat16_no_matrix_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -950,9 +948,9 @@ def muon_bfloat16_no_matrix_small(
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
-        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1079,8 +1077,8 @@ def muon_float16_no_matrix(
 @triton.jit
 def muon_float16_no_matrix_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, index, adamw_betas_0,
-    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1101,14 +1099,14 @@ def muon_float16_no_matrix_small_tile(
     # -- update  (specs/muon.py)
     g_cast = g_stored.to(tl.float32)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -1134,10 +1132,10 @@ def muon_float16_no_matrix_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -1146,9 +1144,9 @@ def muon_float16_no_matrix_small(
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, root, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, root, step
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct nadam_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -38,11 +38,10 @@ struct nadam_float32 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -52,11 +51,11 @@ struct nadam_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -66,7 +65,7 @@ struct nadam_float32 {
 
 template <class Grad>
 struct nadam_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -83,11 +82,10 @@ struct nadam_bfloat16 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -98,11 +96,11 @@ struct nadam_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -114,7 +112,7 @@ struct nadam_bfloat16 {
 
 template <class Grad>
 struct nadam_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -131,11 +129,10 @@ struct nadam_float16 {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -146,11 +143,11 @@ struct nadam_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -160,7 +157,7 @@ struct nadam_float16 {
 
 template <class Grad>
 struct nadam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -177,10 +174,9 @@ struct nadam_float32_decoupled_weight_decay {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -188,13 +184,13 @@ struct nadam_float32_decoupled_weight_decay {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -204,7 +200,7 @@ struct nadam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct nadam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -221,10 +217,9 @@ struct nadam_bfloat16_decoupled_weight_decay {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -234,13 +229,13 @@ struct nadam_bfloat16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g_cast), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -252,7 +247,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct nadam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -269,10 +264,9 @@ struct nadam_float16_decoupled_weight_decay {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -282,13 +276,13 @@ struct nadam_float16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g_cast), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -70,32 +70,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    scalar_2 = avg_lr * beta1
-    scalar_3 = avg_lr * one_minus_beta1
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    common_1 = root(1 / (1 - beta2**step))
-    common_2 = 1 / common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr,
-        scalar_5, scalar_6, mu_product_2,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -117,7 +91,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
@@ -140,34 +114,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
         avg_lr, scalar_5, scalar_6, mu_product_2,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    scalar_3 = avg_lr * beta1
-    scalar_4 = avg_lr * one_minus_beta1_times_grad_scale
-    scalar_5 = grad_lr * grad_scale
-    common_1 = root(1 / (1 - beta2**step))
-    common_2 = 1 / common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_6 = choose(common_3, 1, 1 / common_2)
-    scalar_7 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4, scalar_5, scalar_6, scalar_7, mu_product_2,
     )
 
 
@@ -208,8 +154,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(('mu_product', 1.0),),
@@ -254,8 +200,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -300,8 +246,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'scalar_2', 'scalar_3', 'grad_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -324,7 +270,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -344,8 +290,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(('mu_product', 1.0),),
@@ -369,7 +315,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -390,8 +336,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -415,7 +361,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
         host_states=(('mu_product', 1.0),),
@@ -436,8 +382,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_4,
+        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(('mu_product', 1.0),),

@@ -17,7 +17,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, root, step
+//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, root, step
 // clang-format off
 #include "optgen.h"
 
@@ -238,7 +238,7 @@ struct nadam_float32 {
 
 template <class Grad>
 struct nadam_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -255,11 +255,10 @@ struct nadam_float32_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -269,11 +268,11 @@ struct nadam_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_3, fma(scalar_3, g_3, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -502,7 +501,7 @@ struct nadam_bfloat16 {
 
 template <class Grad>
 struct nadam_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -520,11 +519,10 @@ struct nadam_bfloat16_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -553,11 +551,11 @@ struct nadam_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                            // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -809,7 +807,7 @@ struct nadam_float16 {
 
 template <class Grad>
 struct nadam_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -827,11 +825,10 @@ struct nadam_float16_small {
         const F grad_scale(scalars[3]);
         const F one_minus_beta1(scalars[4]);
         const F one_minus_beta2(scalars[5]);
-        const F scalar_2(scalars[6]);
-        const F scalar_3(scalars[7]);
-        const F grad_lr(scalars[8]);
+        const F grad_lr(scalars[6]);
+        const F avg_lr(scalars[7]);
+        const F scalar_4(scalars[8]);
         const F scalar_5(scalars[9]);
-        const F scalar_6(scalars[10]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -868,11 +865,11 @@ struct nadam_float16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 26  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(grad_lr, g_2, fma(scalar_3, g_2, scalar_2 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1119,7 +1116,7 @@ struct nadam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct nadam_float32_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1136,10 +1133,9 @@ struct nadam_float32_decoupled_weight_decay_small {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
 
         // -- elements: decode, update  (specs/nadam.py)
         for (int i = 0; i < count; i += W) {
@@ -1147,13 +1143,13 @@ struct nadam_float32_decoupled_weight_decay_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g, fma(scalar_4, g, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1394,7 +1390,7 @@ struct nadam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct nadam_bfloat16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1412,10 +1408,9 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1443,13 +1438,13 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g_cast), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1713,7 +1708,7 @@ struct nadam_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct nadam_float16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1731,10 +1726,9 @@ struct nadam_float16_decoupled_weight_decay_small {
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
+        const F avg_lr(scalars[6]);
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
-        const F scalar_7(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1770,13 +1764,13 @@ struct nadam_float16_decoupled_weight_decay_small {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(scalar_5, g_cast, fma(scalar_4, g_cast, scalar_3 * exp_avg)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p_2);
-            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g_cast), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

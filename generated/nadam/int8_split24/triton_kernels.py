@@ -17,7 +17,7 @@
 #                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 #                 those of fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, root, step
+#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, root, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -134,7 +134,7 @@ def nadam_float32(
 @triton.jit
 def nadam_float32_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, weight_decay, grad_scale,
-    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, MASKED: tl.constexpr,
+    one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -145,30 +145,29 @@ def nadam_float32_small_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_float32_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -283,8 +282,8 @@ def nadam_bfloat16(
 @triton.jit
 def nadam_bfloat16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, weight_decay,
-    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -298,14 +297,14 @@ def nadam_bfloat16_small_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -323,9 +322,9 @@ def nadam_bfloat16_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -334,8 +333,7 @@ def nadam_bfloat16_small(
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_bfloat16_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -466,8 +464,8 @@ def nadam_float16(
 @triton.jit
 def nadam_float16_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2, weight_decay,
-    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -488,14 +486,14 @@ def nadam_float16_small_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
     g = tl.fma(weight_decay, p, g)                                   # 26  g = l2(g, p, weight_decay)
+    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(grad_lr, g, tl.fma(scalar_3, g, scalar_2 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    exp_avg = tl.fma(one_minus_beta1, g, beta1 * exp_avg)            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -522,9 +520,9 @@ def nadam_float16_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def nadam_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -533,8 +531,7 @@ def nadam_float16_small(
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_float16_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -643,8 +640,7 @@ def nadam_float32_decoupled_weight_decay(
 @triton.jit
 def nadam_float32_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7,
-    MASKED: tl.constexpr,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -653,33 +649,32 @@ def nadam_float32_decoupled_weight_decay_small_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/nadam.py)
+    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                                 # 24  p = decoupled(p, lr, weight_decay)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g, tl.fma(scalar_4, g, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_float32_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -795,8 +790,8 @@ def nadam_bfloat16_decoupled_weight_decay(
 @triton.jit
 def nadam_bfloat16_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    scalar_5, scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+    scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -809,16 +804,16 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/nadam.py)
     g_cast = widened(g_stored)
+    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, tl.fma(scalar_4, g_cast, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g_cast)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -837,9 +832,8 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
 def nadam_bfloat16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -848,8 +842,8 @@ def nadam_bfloat16_decoupled_weight_decay_small(
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_bfloat16_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -981,8 +975,8 @@ def nadam_float16_decoupled_weight_decay(
 @triton.jit
 def nadam_float16_decoupled_weight_decay_small_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    scalar_5, scalar_6, scalar_7, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+    scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1002,16 +996,16 @@ def nadam_float16_decoupled_weight_decay_small_tile(
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/nadam.py)
     g_cast = g_stored.to(tl.float32)
+    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 24  p = decoupled(p, lr, weight_decay)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(scalar_5, g_cast, tl.fma(scalar_4, g_cast, scalar_3 * exp_avg))), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
+    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g_cast)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -1039,9 +1033,8 @@ def nadam_float16_decoupled_weight_decay_small_tile(
 def nadam_float16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -1050,8 +1043,8 @@ def nadam_float16_decoupled_weight_decay_small(
     """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_float16_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -64,19 +64,17 @@ def host_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, 
 def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
     """The kernel's scalars at this step, and the new host states; fp64."""
     adamw_betas_0, adamw_betas_1 = adamw_betas
-    common_1 = divide(adamw_lr, 1 - adamw_betas_0**step)
-    scalar_0 = common_1 * adamw_betas_0
-    scalar_1 = common_1 * ((1 - adamw_betas_0) * grad_scale)
-    scalar_2 = (1 - adamw_betas_1) * grad_scale * grad_scale
-    common_2 = root(1 - adamw_betas_1**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, 1 / common_2)
-    scalar_4 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
+    scalar_1 = (1 - adamw_betas_1) * grad_scale * grad_scale
+    common_1 = root(1 - adamw_betas_1**step)
+    common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     return (
-        adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-        one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
+        adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay,
     )
 
 
@@ -226,7 +224,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -247,7 +245,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -268,7 +266,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -289,7 +287,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -310,7 +308,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -331,7 +329,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -352,7 +350,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -373,7 +371,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -394,7 +392,7 @@ VARIANTS = (
         ),
         scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'scalar_0', 'scalar_1', 'scalar_2', 'scalar_3', 'scalar_4', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0_times_grad_scale'),
+        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

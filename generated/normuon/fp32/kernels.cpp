@@ -13,7 +13,7 @@
 //     row_sq           0 B  f32, one per row
 //                      exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct normuon_float32_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -34,13 +34,11 @@ struct normuon_float32_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
@@ -49,11 +47,11 @@ struct normuon_float32_no_matrix {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -63,7 +61,7 @@ struct normuon_float32_no_matrix {
 
 template <class Grad>
 struct normuon_bfloat16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -76,13 +74,11 @@ struct normuon_bfloat16_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update, encode  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
@@ -93,11 +89,11 @@ struct normuon_bfloat16_no_matrix {
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -109,7 +105,7 @@ struct normuon_bfloat16_no_matrix {
 
 template <class Grad>
 struct normuon_float16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -122,13 +118,11 @@ struct normuon_float16_no_matrix {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
@@ -139,11 +133,11 @@ struct normuon_float16_no_matrix {
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -13,7 +13,7 @@
 //     row_sq           0 B  f32, one per row
 //                      exact; every f32
 //   traffic   18.0625 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -202,7 +202,7 @@ struct normuon_float32_no_matrix {
 
 template <class Grad>
 struct normuon_float32_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -215,13 +215,11 @@ struct normuon_float32_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
@@ -230,11 +228,11 @@ struct normuon_float32_no_matrix_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -442,7 +440,7 @@ struct normuon_bfloat16_no_matrix {
 
 template <class Grad>
 struct normuon_bfloat16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -456,13 +454,11 @@ struct normuon_bfloat16_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -491,11 +487,11 @@ struct normuon_bfloat16_no_matrix_small {
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -726,7 +722,7 @@ struct normuon_float16_no_matrix {
 
 template <class Grad>
 struct normuon_float16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -740,13 +736,11 @@ struct normuon_float16_no_matrix_small {
         float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
-        const F scalar_0(scalars[2]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
         const F scalar_1(scalars[3]);
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[7]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[8]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -783,11 +777,11 @@ struct normuon_float16_no_matrix_small {
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-fma(scalar_1, g_cast, scalar_0 * momentum_buffer), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), one_minus_adamw_lr_times_weight_decay * p);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

@@ -13,7 +13,7 @@
 #     row_sq           0 B  f32, one per row
 #                      exact; every f32
 #   traffic   18.0625 B per bfloat16 parameter and step: 4 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -1201,9 +1201,9 @@ def normuon_float32_no_matrix(
 
 @triton.jit
 def normuon_float32_no_matrix_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1, scalar_0,
-    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1213,31 +1213,31 @@ def normuon_float32_no_matrix_small_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/normuon.py)
     # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g, g, adamw_betas_1 * exp_avg_sq)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
+    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """normuon: the tiles of one work item."""
     walk(
-        table, work, normuon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
-        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, normuon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1348,8 +1348,8 @@ def normuon_bfloat16_no_matrix(
 @triton.jit
 def normuon_bfloat16_no_matrix_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, index, adamw_betas_0,
-    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1363,14 +1363,14 @@ def normuon_bfloat16_no_matrix_small_tile(
     # -- update  (specs/normuon.py)
     g_cast = widened(g_stored)
     # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1387,10 +1387,10 @@ def normuon_bfloat16_no_matrix_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -1399,9 +1399,9 @@ def normuon_bfloat16_no_matrix_small(
 ):
     """normuon: the tiles of one work item."""
     walk(
-        table, work, normuon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
-        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, normuon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1528,8 +1528,8 @@ def normuon_float16_no_matrix(
 @triton.jit
 def normuon_float16_no_matrix_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, index, adamw_betas_0,
-    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1550,14 +1550,14 @@ def normuon_float16_no_matrix_small_tile(
     # -- update  (specs/normuon.py)
     g_cast = g_stored.to(tl.float32)
     # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    p = tl.fma(minus(tl.fma(scalar_1, g_cast, scalar_0 * momentum_buffer)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), one_minus_adamw_lr_times_weight_decay * p)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
     momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
     # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -1583,10 +1583,10 @@ def normuon_float16_no_matrix_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_no_matrix_small(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
+    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
@@ -1595,9 +1595,9 @@ def normuon_float16_no_matrix_small(
 ):
     """normuon: the tiles of one work item."""
     walk(
-        table, work, normuon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
-        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, normuon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

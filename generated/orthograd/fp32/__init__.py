@@ -44,12 +44,10 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    lr_times_where_lt_one_t_momentum_zero = lr * where_lt_one_t_momentum_zero
-    lr_times_where_lt_one_t_one_minus_dampening_one = lr * where_lt_one_t_one_minus_dampening_one
+    minus_lr = -lr
     return (
         grad_scale, grad_scale_times_grad_scale, weight_decay, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-        lr_times_where_lt_one_t_one_minus_dampening_one,
+        where_lt_one_t_one_minus_dampening_one, minus_lr,
     )
 
 
@@ -70,12 +68,10 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    momentum_times_where_lt_one_t_momentum_zero = momentum * where_lt_one_t_momentum_zero
-    scalar_3 = momentum * where_lt_one_t_one_minus_dampening_one
     minus_lr = -lr
     return (
-        grad_scale, grad_scale_times_grad_scale, weight_decay, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+        grad_scale, grad_scale_times_grad_scale, momentum, weight_decay, where_lt_one_t_momentum_zero,
+        where_lt_one_t_one_minus_dampening_one, minus_lr,
     )
 
 
@@ -200,7 +196,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'lr_times_where_lt_one_t_momentum_zero', 'lr_times_where_lt_one_t_one_minus_dampening_one'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -222,7 +218,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6), temps=(), matrices=False, block=1),
+            Stage("orthograd_float32_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -237,7 +233,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'lr_times_where_lt_one_t_momentum_zero', 'lr_times_where_lt_one_t_one_minus_dampening_one'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -259,7 +255,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_bfloat16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_bfloat16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6), temps=(), matrices=False, block=1),
+            Stage("orthograd_bfloat16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -274,7 +270,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'lr_times_where_lt_one_t_momentum_zero', 'lr_times_where_lt_one_t_one_minus_dampening_one'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -296,7 +292,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_float16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6), temps=(), matrices=False, block=1),
+            Stage("orthograd_float16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -311,7 +307,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -333,7 +329,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float32_nesterov_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6, 7), temps=(), matrices=False, block=1),
+            Stage("orthograd_float32_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -348,7 +344,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -370,7 +366,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_bfloat16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_bfloat16_nesterov_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6, 7), temps=(), matrices=False, block=1),
+            Stage("orthograd_bfloat16_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -385,7 +381,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -407,7 +403,7 @@ VARIANTS = (
             Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
             Stage("orthograd_float16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
             Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float16_nesterov_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5, 6, 7), temps=(), matrices=False, block=1),
+            Stage("orthograd_float16_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),
 )

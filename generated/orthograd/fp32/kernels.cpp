@@ -9,7 +9,7 @@
 //     p  2 B  bf16, nearest
 //        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   traffic   14 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan
+//   maths     fast; rounding changed by: fma, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -616,8 +616,7 @@ struct orthograd_float32_has_momentum_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -629,10 +628,9 @@ struct orthograd_float32_has_momentum_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_3, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -739,8 +737,7 @@ struct orthograd_bfloat16_has_momentum_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -753,10 +750,9 @@ struct orthograd_bfloat16_has_momentum_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
             const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_2, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -865,8 +861,7 @@ struct orthograd_float16_has_momentum_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -879,10 +874,9 @@ struct orthograd_float16_has_momentum_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
             const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_2, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -912,13 +906,12 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
         const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -928,13 +921,13 @@ struct orthograd_float32_nesterov_has_momentum_5 {
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
-            const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_3 + fma(scalar_3, g_3, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
+            const F tangent = fma(-radial, p, g_2);                  // 24  tangent = g - radial * p
+            const F g_3 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_3);
+            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -964,30 +957,29 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
         const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                          // bf16, nearest
+            const F p = widened(p_stored);                           // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
+            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
+            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -1019,30 +1011,29 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
         const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                       // f16, nearest
+            const F p = widen_half(p_stored);                        // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
+            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
+            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -1142,7 +1133,7 @@ struct orthograd_float16 {
 template <class Grad>
 struct orthograd_float32_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1173,7 +1164,7 @@ struct orthograd_float32_has_momentum {
 template <class Grad>
 struct orthograd_bfloat16_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1204,7 +1195,7 @@ struct orthograd_bfloat16_has_momentum {
 template <class Grad>
 struct orthograd_float16_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1235,7 +1226,7 @@ struct orthograd_float16_has_momentum {
 template <class Grad>
 struct orthograd_float32_nesterov_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -1266,7 +1257,7 @@ struct orthograd_float32_nesterov_has_momentum {
 template <class Grad>
 struct orthograd_bfloat16_nesterov_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -1297,7 +1288,7 @@ struct orthograd_bfloat16_nesterov_has_momentum {
 template <class Grad>
 struct orthograd_float16_nesterov_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

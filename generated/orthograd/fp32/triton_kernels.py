@@ -9,7 +9,7 @@
 #     p  2 B  bf16, nearest
 #        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   14 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan
+#   maths     fast; rounding changed by: fma, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
@@ -469,9 +469,7 @@ def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
 @triton.jit
 def orthograd_float32_has_momentum_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -484,21 +482,20 @@ def orthograd_float32_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -507,9 +504,8 @@ def orthograd_float32_has_momentum_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_float32_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -547,9 +543,7 @@ def orthograd_bfloat16_has_momentum_3(
 @triton.jit
 def orthograd_bfloat16_has_momentum_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -563,10 +557,9 @@ def orthograd_bfloat16_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -577,9 +570,9 @@ def orthograd_bfloat16_has_momentum_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.bfloat16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -588,9 +581,8 @@ def orthograd_bfloat16_has_momentum_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_bfloat16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -628,9 +620,7 @@ def orthograd_float16_has_momentum_3(
 @triton.jit
 def orthograd_float16_has_momentum_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -644,21 +634,20 @@ def orthograd_float16_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -667,17 +656,15 @@ def orthograd_float16_has_momentum_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_float16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -690,23 +677,22 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_nesterov_has_momentum_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -714,18 +700,16 @@ def orthograd_float32_nesterov_has_momentum_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_float32_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_float32_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -739,11 +723,11 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -753,11 +737,10 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_nesterov_has_momentum_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.bfloat16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -765,18 +748,16 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_bfloat16_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_bfloat16_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -790,23 +771,22 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_nesterov_has_momentum_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -814,10 +794,9 @@ def orthograd_float16_nesterov_has_momentum_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_float16_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_float16_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

@@ -9,7 +9,7 @@
 //     p  3 B  bf16 and 8 more bits, stochastic
 //        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //   traffic   18 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -997,8 +997,7 @@ struct orthograd_float32_has_momentum_small_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -1010,10 +1009,9 @@ struct orthograd_float32_has_momentum_small_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_3, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -1443,8 +1441,7 @@ struct orthograd_bfloat16_has_momentum_small_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1475,10 +1472,9 @@ struct orthograd_bfloat16_has_momentum_small_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
             const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_2, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 32  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1867,8 +1863,7 @@ struct orthograd_float16_has_momentum_small_5 {
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F lr_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F lr_times_where_lt_one_t_one_minus_dampening_one(known.scalars[6]);
+        const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1907,10 +1902,9 @@ struct orthograd_float16_has_momentum_small_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
             const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 32  p = p - lr * update
-            const F p_2 = p - fma(lr_times_where_lt_one_t_one_minus_dampening_one, g_2, lr_times_where_lt_one_t_momentum_zero * momentum_buffer);
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2089,13 +2083,12 @@ struct orthograd_float32_nesterov_has_momentum_small_5 {
         float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
         const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
 
@@ -2105,13 +2098,13 @@ struct orthograd_float32_nesterov_has_momentum_small_5 {
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
-            const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_3 + fma(scalar_3, g_3, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
+            const F tangent = fma(-radial, p, g_2);                  // 24  tangent = g - radial * p
+            const F g_3 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_3);
+            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -2286,13 +2279,12 @@ struct orthograd_bfloat16_nesterov_has_momentum_small_5 {
         const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -2323,11 +2315,11 @@ struct orthograd_bfloat16_nesterov_has_momentum_small_5 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
             const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                           // 32  p = p - lr * update
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                           // 32  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2525,13 +2517,12 @@ struct orthograd_float16_nesterov_has_momentum_small_5 {
         const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
+        const F momentum(known.scalars[2]);
+        const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F momentum_times_where_lt_one_t_momentum_zero(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
+        const F where_lt_one_t_momentum_zero(known.scalars[4]);
+        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
+        const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -2568,13 +2559,13 @@ struct orthograd_float16_nesterov_has_momentum_small_5 {
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
+            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
+            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2723,7 +2714,7 @@ struct orthograd_float32_has_momentum {
 template <class Grad>
 struct orthograd_float32_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2787,7 +2778,7 @@ struct orthograd_bfloat16_has_momentum {
 template <class Grad>
 struct orthograd_bfloat16_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2852,7 +2843,7 @@ struct orthograd_float16_has_momentum {
 template <class Grad>
 struct orthograd_float16_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
+    static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2916,7 +2907,7 @@ struct orthograd_float32_nesterov_has_momentum {
 template <class Grad>
 struct orthograd_float32_nesterov_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2980,7 +2971,7 @@ struct orthograd_bfloat16_nesterov_has_momentum {
 template <class Grad>
 struct orthograd_bfloat16_nesterov_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -3045,7 +3036,7 @@ struct orthograd_float16_nesterov_has_momentum {
 template <class Grad>
 struct orthograd_float16_nesterov_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
+    static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

@@ -9,7 +9,7 @@
 #     p  3 B  bf16 and 8 more bits, stochastic
 #        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #   traffic   18 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -683,9 +683,7 @@ def orthograd_float32_has_momentum_small_3(
 @triton.jit
 def orthograd_float32_has_momentum_small_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -698,21 +696,20 @@ def orthograd_float32_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -721,9 +718,8 @@ def orthograd_float32_has_momentum_small_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_float32_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -912,9 +908,8 @@ def orthograd_bfloat16_has_momentum_small_3(
 @triton.jit
 def orthograd_bfloat16_has_momentum_small_5_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
-    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -930,10 +925,9 @@ def orthograd_bfloat16_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -953,9 +947,9 @@ def orthograd_bfloat16_has_momentum_small_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -964,9 +958,8 @@ def orthograd_bfloat16_has_momentum_small_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_bfloat16_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1128,9 +1121,8 @@ def orthograd_float16_has_momentum_small_3(
 @triton.jit
 def orthograd_float16_has_momentum_small_5_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
-    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-    stream_key, MASKED: tl.constexpr,
+    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1153,10 +1145,9 @@ def orthograd_float16_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 32  p = p - lr * update
-    p = p - tl.fma(lr_times_where_lt_one_t_one_minus_dampening_one, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1185,9 +1176,9 @@ def orthograd_float16_has_momentum_small_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
-    lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         28, 19, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -1196,9 +1187,8 @@ def orthograd_float16_has_momentum_small_5(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_float16_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1273,9 +1263,8 @@ def orthograd_float32_nesterov_has_momentum_5(
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_small_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1288,23 +1277,22 @@ def orthograd_float32_nesterov_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_nesterov_has_momentum_small_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
         parts=2,
@@ -1312,10 +1300,9 @@ def orthograd_float32_nesterov_has_momentum_small_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_float32_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_float32_nesterov_has_momentum_small_5_tile, SWEEP, (momentum, weight_decay,
+        grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1398,10 +1385,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
-    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index, momentum,
+    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1417,11 +1403,11 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -1440,11 +1426,10 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_nesterov_has_momentum_small_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -1452,10 +1437,9 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_bfloat16_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_bfloat16_nesterov_has_momentum_small_5_tile, SWEEP, (momentum, weight_decay,
+        grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1554,10 +1538,9 @@ def orthograd_float16_nesterov_has_momentum_5(
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
-    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index, momentum,
+    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1580,11 +1563,11 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1612,11 +1595,10 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_nesterov_has_momentum_small_5(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         28, 19, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
         (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
@@ -1624,10 +1606,9 @@ def orthograd_float16_nesterov_has_momentum_small_5(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_float16_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, orthograd_float16_nesterov_has_momentum_small_5_tile, SWEEP, (momentum, weight_decay,
+        grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

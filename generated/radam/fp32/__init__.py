@@ -44,30 +44,6 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = beta2**step
-    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
-    rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_3 = choose(5 < rho, 1, 0)
-    common_2 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_2 * beta1
-    scalar_5 = common_2 * one_minus_beta1
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -91,7 +67,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = beta2**step
@@ -108,12 +84,10 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_2 = common_2 * grad_scale * grad_scale
     adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
     scalar_4 = choose(5 < rho, 1, 0)
-    common_3 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_3 * beta1
-    scalar_6 = common_3 * one_minus_beta1_times_grad_scale
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
-        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
+        scalar_4, lr_over_one_minus_beta1_pow_t,
     )
 
 
@@ -131,8 +105,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -152,8 +126,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -173,8 +147,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -194,8 +168,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -215,8 +189,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -236,8 +210,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct radam_float32 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -41,8 +41,7 @@ struct radam_float32 {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -52,13 +51,13 @@ struct radam_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -68,7 +67,7 @@ struct radam_float32 {
 
 template <class Grad>
 struct radam_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -88,8 +87,7 @@ struct radam_bfloat16 {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -100,13 +98,13 @@ struct radam_bfloat16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -118,7 +116,7 @@ struct radam_bfloat16 {
 
 template <class Grad>
 struct radam_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -138,8 +136,7 @@ struct radam_float16 {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -150,13 +147,13 @@ struct radam_float16 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -166,7 +163,7 @@ struct radam_float16 {
 
 template <class Grad>
 struct radam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -185,8 +182,7 @@ struct radam_float32_decoupled_weight_decay {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -194,15 +190,15 @@ struct radam_float32_decoupled_weight_decay {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -212,7 +208,7 @@ struct radam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct radam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -231,8 +227,7 @@ struct radam_bfloat16_decoupled_weight_decay {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -242,15 +237,15 @@ struct radam_bfloat16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -262,7 +257,7 @@ struct radam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct radam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -281,8 +276,7 @@ struct radam_float16_decoupled_weight_decay {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -292,15 +286,15 @@ struct radam_float16_decoupled_weight_decay {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

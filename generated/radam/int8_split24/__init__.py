@@ -48,30 +48,6 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = beta2**step
-    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
-    rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_3 = choose(5 < rho, 1, 0)
-    common_2 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_2 * beta1
-    scalar_5 = common_2 * one_minus_beta1
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5,
-    )
-
-
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -95,7 +71,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = beta2**step
@@ -116,32 +92,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
         scalar_4, lr_over_one_minus_beta1_pow_t,
-    )
-
-
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = beta2**step
-    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
-    common_2 = 1 - beta2
-    rho_inf = divide(2, common_2) - 1                        # 28  rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = common_2 * grad_scale * grad_scale
-    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_4 = choose(5 < rho, 1, 0)
-    common_3 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_3 * beta1
-    scalar_6 = common_3 * one_minus_beta1_times_grad_scale
-    return (
-        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
-        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6,
     )
 
 
@@ -182,8 +132,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -228,8 +178,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -274,8 +224,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5'),
-        kernel_host=kernel_scalars,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=host_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -298,7 +248,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
@@ -318,8 +268,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -343,7 +293,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
@@ -364,8 +314,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -389,7 +339,7 @@ VARIANTS = (
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
         kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars_2,
+        kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
         host_states=(),
@@ -410,8 +360,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),

@@ -17,7 +17,7 @@
 //                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
 //                 those of fp32 become 0
 //   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "optgen.h"
 
@@ -251,7 +251,7 @@ struct radam_float32 {
 
 template <class Grad>
 struct radam_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -271,8 +271,7 @@ struct radam_float32_small {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -282,13 +281,13 @@ struct radam_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_3, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -534,7 +533,7 @@ struct radam_bfloat16 {
 
 template <class Grad>
 struct radam_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -555,8 +554,7 @@ struct radam_bfloat16_small {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -585,13 +583,13 @@ struct radam_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);   // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -845,7 +843,7 @@ struct radam_float16 {
 
 template <class Grad>
 struct radam_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -866,8 +864,7 @@ struct radam_float16_small {
         const F one_minus_beta2(scalars[6]);
         const F adaptive(scalars[7]);
         const F scalar_3(scalars[8]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[9]);
-        const F scalar_5(scalars[10]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -904,13 +901,13 @@ struct radam_float16_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                           // 24  g = l2(g, p, weight_decay)
+            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_2, g_2, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_3, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_2 = fma(-fma(scalar_5, g_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p);
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1157,7 +1154,7 @@ struct radam_float32_decoupled_weight_decay {
 
 template <class Grad>
 struct radam_float32_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1176,8 +1173,7 @@ struct radam_float32_decoupled_weight_decay_small {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
 
         // -- elements: decode, update  (specs/radam.py)
         for (int i = 0; i < count; i += W) {
@@ -1185,15 +1181,15 @@ struct radam_float32_decoupled_weight_decay_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1433,7 +1429,7 @@ struct radam_bfloat16_decoupled_weight_decay {
 
 template <class Grad>
 struct radam_bfloat16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1453,8 +1449,7 @@ struct radam_bfloat16_decoupled_weight_decay_small {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1482,15 +1477,15 @@ struct radam_bfloat16_decoupled_weight_decay_small {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1753,7 +1748,7 @@ struct radam_float16_decoupled_weight_decay {
 
 template <class Grad>
 struct radam_float16_decoupled_weight_decay_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1773,8 +1768,7 @@ struct radam_float16_decoupled_weight_decay_small {
         const F scalar_2(scalars[5]);
         const F adaptive(scalars[6]);
         const F scalar_4(scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(scalars[8]);
-        const F scalar_6(scalars[9]);
+        const F lr_over_one_minus_beta1_pow_t(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1810,15 +1804,15 @@ struct radam_float16_decoupled_weight_decay_small {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
             const F denom = where(0.0f < scalar_4, adaptive * (sqrt(exp_avg_sq_2) + eps), F(1.0f));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
             // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / denom, p_2);
-            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
+            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / denom, p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

@@ -25,7 +25,9 @@ CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager cod
 SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max):
+def host_scalars(
+    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 33  lr_max = maximum(lr_max, rate)
@@ -44,7 +46,9 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps
     )
 
 
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max):
+def kernel_scalars(
+    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))

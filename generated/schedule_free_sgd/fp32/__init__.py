@@ -20,7 +20,9 @@ CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
 SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max):
+def host_scalars(
+    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     # 30  lr_max = maximum(lr_max, rate)
     lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
@@ -33,7 +35,9 @@ def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, 
     return (weight_decay, grad_scale, c, scalar_1, rate, weight_sum_2, lr_max_2)
 
 
-def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max):
+def kernel_scalars(
+    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
     """The kernel's scalars at this step, and the new host states; fp64."""
     # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
     rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))

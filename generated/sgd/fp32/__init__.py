@@ -65,12 +65,10 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    momentum_times_where_lt_one_t_momentum_zero = momentum * where_lt_one_t_momentum_zero
-    scalar_3 = momentum * where_lt_one_t_one_minus_dampening_one
     minus_lr = -lr
     return (
-        weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+        momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        minus_lr,
     )
 
 
@@ -204,7 +202,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -224,7 +222,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -244,7 +242,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,

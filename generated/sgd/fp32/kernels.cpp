@@ -193,7 +193,7 @@ struct sgd_float16_has_momentum {
 
 template <class Grad>
 struct sgd_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -203,13 +203,12 @@ struct sgd_float32_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F where_lt_one_t_one_minus_dampening_one(scalars[3]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F momentum(scalars[0]);
+        const F weight_decay(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F where_lt_one_t_momentum_zero(scalars[3]);
+        const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
@@ -217,12 +216,12 @@ struct sgd_float32_nesterov_has_momentum {
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_3 = fma(weight_decay, p, g_2);  // 20  g = l2(g, p, weight_decay)
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_3 + fma(scalar_3, g_3, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);   // 25  p = p - lr * update
+            const F g_3 = fma(weight_decay, p, g_2);                 // 20  g = l2(g, p, weight_decay)
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_3);
+            const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -231,7 +230,7 @@ struct sgd_float32_nesterov_has_momentum {
 
 template <class Grad>
 struct sgd_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -241,27 +240,26 @@ struct sgd_bfloat16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F where_lt_one_t_one_minus_dampening_one(scalars[3]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F momentum(scalars[0]);
+        const F weight_decay(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F where_lt_one_t_momentum_zero(scalars[3]);
+        const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);           // bf16, nearest
+            const F p = widened(p_stored);                           // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);   // 20  g = l2(g, p, weight_decay)
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);  // 25  p = p - lr * update
+            const F g_2 = fma(weight_decay, p, g);                   // 20  g = l2(g, p, weight_decay)
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -272,7 +270,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgd_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -282,27 +280,26 @@ struct sgd_float16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F where_lt_one_t_one_minus_dampening_one(scalars[3]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F momentum(scalars[0]);
+        const F weight_decay(scalars[1]);
+        const F grad_scale(scalars[2]);
+        const F where_lt_one_t_momentum_zero(scalars[3]);
+        const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
+        const F minus_lr(scalars[5]);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);        // f16, nearest
+            const F p = widen_half(p_stored);                        // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);   // 20  g = l2(g, p, weight_decay)
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = g_2 + fma(scalar_3, g_2, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, update, p);  // 25  p = p - lr * update
+            const F g_2 = fma(weight_decay, p, g);                   // 20  g = l2(g, p, weight_decay)
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }

@@ -214,9 +214,8 @@ def sgd_float16_has_momentum(
 
 @triton.jit
 def sgd_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -225,40 +224,37 @@ def sgd_float32_nesterov_has_momentum_tile(
     g = grad_scale * g
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
-    g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_nesterov_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgd: the tiles of one work item."""
     walk(
-        table, work, sgd_float32_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, sgd_float32_nesterov_has_momentum_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgd_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -268,12 +264,12 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     g = grad_scale * widened(g_stored)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
-    g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -283,27 +279,24 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_nesterov_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgd: the tiles of one work item."""
     walk(
-        table, work, sgd_bfloat16_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, sgd_bfloat16_nesterov_has_momentum_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgd_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -313,32 +306,30 @@ def sgd_float16_nesterov_has_momentum_tile(
     g = grad_scale * g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgd.py)
-    g = tl.fma(weight_decay, p, g)   # 20  g = l2(g, p, weight_decay)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer)
-    p = tl.fma(minus_lr, update, p)  # 25  p = p - lr * update
+    g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g)
+    p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_nesterov_has_momentum(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
-    where_lt_one_t_one_minus_dampening_one: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgd: the tiles of one work item."""
     walk(
-        table, work, sgd_float16_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, sgd_float16_nesterov_has_momentum_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

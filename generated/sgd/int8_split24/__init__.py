@@ -83,20 +83,6 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-def kernel_scalars_5(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    momentum_times_where_lt_one_t_momentum_zero = momentum * where_lt_one_t_momentum_zero
-    scalar_3 = momentum * where_lt_one_t_one_minus_dampening_one
-    minus_lr = -lr
-    return (
-        weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-    )
-
-
 VARIANTS = (
     Variant(
         function="sgd_float32",
@@ -317,8 +303,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
         host_states=(),
@@ -360,8 +346,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),
@@ -403,8 +389,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
         host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),

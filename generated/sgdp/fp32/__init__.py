@@ -53,13 +53,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
     one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    lr_times_momentum = lr * momentum
-    lr_times_one_minus_dampening_times_grad_scale = lr * one_minus_dampening_times_grad_scale
-    scalar_3 = 1 - lr * weight_decay_2
-    return (
-        momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_dampening_times_grad_scale, scalar_3,
-    )
+    scalar_1 = 1 - lr * weight_decay_2
+    minus_lr = -lr
+    return (momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr)
 
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
@@ -81,14 +77,10 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
     one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    momentum_times_momentum = momentum * momentum
-    scalar_2 = momentum * one_minus_dampening_times_grad_scale
+    lr_times_grad_scale = lr * grad_scale
+    lr_times_momentum = lr * momentum
     scalar_3 = 1 - lr * weight_decay_2
-    minus_lr = -lr
-    return (
-        momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-        minus_lr,
-    )
+    return (momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3)
 
 
 VARIANTS = (
@@ -251,7 +243,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -271,7 +263,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -291,7 +283,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -345,7 +337,7 @@ VARIANTS = (
             Stage("sgdp_float32_nesterov_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_float32_nesterov_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_float32_nesterov_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -394,7 +386,7 @@ VARIANTS = (
             Stage("sgdp_bfloat16_nesterov_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_bfloat16_nesterov_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_bfloat16_nesterov_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_bfloat16_nesterov_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_bfloat16_nesterov_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -443,7 +435,7 @@ VARIANTS = (
             Stage("sgdp_float16_nesterov_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_float16_nesterov_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_float16_nesterov_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -458,7 +450,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -478,7 +470,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
@@ -498,7 +490,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
         kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,

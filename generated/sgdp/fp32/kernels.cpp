@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct sgdp_float32_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -31,128 +31,18 @@ struct sgdp_float32_no_projected {
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g, lr_times_momentum * momentum_buffer));
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer));
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer));
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = load(p_at + i);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_2, g, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);  // 30  p = p - lr * update
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -160,8 +50,8 @@ struct sgdp_float32_nesterov_no_projected {
 };
 
 template <class Grad>
-struct sgdp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+struct sgdp_bfloat16_no_projected {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -172,26 +62,20 @@ struct sgdp_bfloat16_nesterov_no_projected {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);             // bf16, nearest
-            const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);  // 30  p = p - lr * update
+            const F p = widened(p_stored);                        // bf16, nearest
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -201,8 +85,8 @@ struct sgdp_bfloat16_nesterov_no_projected {
 };
 
 template <class Grad>
-struct sgdp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+struct sgdp_float16_no_projected {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -213,27 +97,126 @@ struct sgdp_float16_nesterov_no_projected {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);          // f16, nearest
+            const F p = widen_half(p_stored);                     // f16, nearest
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
+            store(p_at + i, narrow_half(p_3));
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdp_float32_nesterov_no_projected {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            store(p_at + i, p_2);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdp_bfloat16_nesterov_no_projected {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+
+        // -- elements: decode, update, encode  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);  // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);  // 30  p = p - lr * update
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            store(p_at + i, narrow_half(p_3));
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            const I p_x_bits = bits(p_2);
+            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdp_float16_nesterov_no_projected {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);  // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g_cast = g_stored;
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -1037,8 +1020,6 @@ struct sgdp_float32_nesterov_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
 
@@ -1047,14 +1028,15 @@ struct sgdp_float32_nesterov_7 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_1, g, momentum_times_momentum * momentum_buffer));
-            // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update_2, p_2);           // 30  p = p - lr * update
+            const F g_2 = grad_scale * g;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;     // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);              // 30  p = p - lr * update
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -1278,26 +1260,25 @@ struct sgdp_bfloat16_nesterov_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                        // bf16, nearest
+            const F p = widened(p_stored);                         // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer));
-            // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update_2, p_2);           // 30  p = p - lr * update
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g = grad_scale * g_cast;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;   // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);            // 30  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -1382,26 +1363,25 @@ struct sgdp_float16_nesterov_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                     // f16, nearest
+            const F p = widen_half(p_stored);                      // f16, nearest
             const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer));
-            // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update_2, p_2);           // 30  p = p - lr * update
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g = grad_scale * g_cast;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;   // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);            // 30  p = p - lr * update
             store(p_at + i, narrow_half(p_3));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }

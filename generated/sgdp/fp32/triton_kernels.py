@@ -736,57 +736,54 @@ def sgdp_float16_7_flat(
 
 @triton.jit
 def sgdp_float32_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_float32_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdp_bfloat16_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/sgdp.py)
-    g_cast = widened(g_stored)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -797,54 +794,49 @@ def sgdp_bfloat16_no_projected_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_bfloat16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdp_float16_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/sgdp.py)
-    g_cast = g_stored.to(tl.float32)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_float16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -901,7 +893,7 @@ def sgdp_float32_nesterov_1_flat(
 def sgdp_float32_nesterov_7_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live_row, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -909,27 +901,27 @@ def sgdp_float32_nesterov_7_tile(
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g_2 = grad_scale * g
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g_2)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                         # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                   # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -938,16 +930,15 @@ def sgdp_float32_nesterov_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -956,8 +947,7 @@ def sgdp_float32_nesterov_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_float32_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -1196,7 +1186,7 @@ def sgdp_bfloat16_nesterov_2(
 def sgdp_bfloat16_nesterov_7_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1204,18 +1194,19 @@ def sgdp_bfloat16_nesterov_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = widened(g_stored)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
-    g_cast = widened(g_stored)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -1226,9 +1217,8 @@ def sgdp_bfloat16_nesterov_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -1237,16 +1227,15 @@ def sgdp_bfloat16_nesterov_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.bfloat16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -1255,8 +1244,7 @@ def sgdp_bfloat16_nesterov_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_bfloat16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -1315,7 +1303,7 @@ def sgdp_float16_nesterov_1_flat(
 def sgdp_float16_nesterov_7_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1323,29 +1311,29 @@ def sgdp_float16_nesterov_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
-    g_cast = g_stored.to(tl.float32)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -1354,16 +1342,15 @@ def sgdp_float16_nesterov_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float16), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -1372,68 +1359,63 @@ def sgdp_float16_nesterov_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_float16_nesterov_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
 @triton.jit
 def sgdp_float32_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-    momentum_times_momentum, scalar_2, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
+    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_2, g, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_no_projected(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_float32_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_float32_nesterov_no_projected_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdp_bfloat16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-    momentum_times_momentum, scalar_2, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
+    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
     g_cast = widened(g_stored)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -1443,57 +1425,55 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_no_projected(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_bfloat16_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_bfloat16_nesterov_no_projected_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdp_float16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-    momentum_times_momentum, scalar_2, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
+    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
     g_cast = g_stored.to(tl.float32)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_no_projected(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_float16_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_float16_nesterov_no_projected_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -60,19 +60,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
-    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
-    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    lr_times_momentum = lr * momentum
-    lr_times_one_minus_dampening_times_grad_scale = lr * one_minus_dampening_times_grad_scale
-    scalar_3 = 1 - lr * weight_decay_2
-    return (
-        momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_dampening_times_grad_scale, scalar_3,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
     momentum_times_momentum = momentum * momentum
     scalar_1 = momentum * ((1 - dampening) * grad_scale)
     grad_scale_times_grad_scale = grad_scale * grad_scale
@@ -86,7 +73,7 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     )
 
 
-def kernel_scalars_5(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
     one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
@@ -94,20 +81,6 @@ def kernel_scalars_5(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     lr_times_momentum = lr * momentum
     scalar_3 = 1 - lr * weight_decay_2
     return (momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3)
-
-
-def kernel_scalars_6(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
-    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    momentum_times_momentum = momentum * momentum
-    scalar_2 = momentum * one_minus_dampening_times_grad_scale
-    scalar_3 = 1 - lr * weight_decay_2
-    minus_lr = -lr
-    return (
-        momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-        minus_lr,
-    )
 
 
 VARIANTS = (
@@ -445,8 +418,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -488,8 +461,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -531,8 +504,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_dampening_times_grad_scale', 'scalar_3'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'scalar_1', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -553,7 +526,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -602,7 +575,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
         host_states=(),
@@ -635,7 +608,7 @@ VARIANTS = (
             Stage("sgdp_float32_nesterov_small_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_small_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_small_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_float32_nesterov_small_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_float32_nesterov_small_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -653,7 +626,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -703,7 +676,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),
@@ -736,7 +709,7 @@ VARIANTS = (
             Stage("sgdp_bfloat16_nesterov_small_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_bfloat16_nesterov_small_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_bfloat16_nesterov_small_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_bfloat16_nesterov_small_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_bfloat16_nesterov_small_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -754,7 +727,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -804,7 +777,7 @@ VARIANTS = (
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
         host=host_scalars,
         kernel_scalars=('grad_scale', 'momentum_times_momentum', 'scalar_1', 'eps', 'grad_scale_times_grad_scale', 'delta', 'minus_one_minus_wd_ratio', 'weight_decay_2', 'minus_lr', 'momentum', 'one_minus_dampening_times_grad_scale'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),
@@ -837,7 +810,7 @@ VARIANTS = (
             Stage("sgdp_float16_nesterov_small_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_small_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_small_6", "row", 1, (), temps=('row_sum_of_update_over_row_mul_3_2',), matrices=True, block=1),
-            Stage("sgdp_float16_nesterov_small_7", "elem", 2, (9, 0, 10, 1, 2, 8), temps=(), matrices=True, block=1),
+            Stage("sgdp_float16_nesterov_small_7", "elem", 2, (9, 0, 10, 8), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -854,7 +827,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
         kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
@@ -873,8 +846,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=False,
         host_states=(),
@@ -896,7 +869,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
         kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
@@ -916,8 +889,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),
@@ -939,7 +912,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
         kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
-        kernel_host=kernel_scalars_5,
+        kernel_host=kernel_scalars_4,
         block=64,
         stochastic=True,
         host_states=(),
@@ -959,8 +932,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'grad_scale', 'one_minus_dampening_times_grad_scale', 'momentum_times_momentum', 'scalar_2', 'scalar_3', 'minus_lr'),
-        kernel_host=kernel_scalars_6,
+        kernel_scalars=('momentum', 'one_minus_dampening_times_grad_scale', 'lr_times_grad_scale', 'lr_times_momentum', 'scalar_3'),
+        kernel_host=kernel_scalars_4,
         block=1,
         stochastic=True,
         host_states=(),

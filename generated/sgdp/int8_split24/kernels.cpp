@@ -131,7 +131,7 @@ struct sgdp_float32_no_projected {
 
 template <class Grad>
 struct sgdp_float32_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -143,20 +143,19 @@ struct sgdp_float32_no_projected_small {
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g, lr_times_momentum * momentum_buffer));
+            const F p = load(p_at + i);
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            store(p_at + i, p_2);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
+            store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -291,7 +290,7 @@ struct sgdp_bfloat16_no_projected {
 
 template <class Grad>
 struct sgdp_bfloat16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -304,9 +303,8 @@ struct sgdp_bfloat16_no_projected_small {
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -327,20 +325,19 @@ struct sgdp_bfloat16_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer));
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                                       // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);              // 30  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -495,7 +492,7 @@ struct sgdp_float16_no_projected {
 
 template <class Grad>
 struct sgdp_float16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -508,9 +505,8 @@ struct sgdp_float16_no_projected_small {
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_momentum(scalars[2]);
-        const F lr_times_one_minus_dampening_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -531,6 +527,8 @@ struct sgdp_float16_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -542,14 +540,11 @@ struct sgdp_float16_no_projected_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer));
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            const I p_bitcast = bits(p_2);
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
+            const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -561,7 +556,7 @@ struct sgdp_float16_no_projected_small {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -685,7 +680,7 @@ struct sgdp_float32_nesterov_no_projected {
 
 template <class Grad>
 struct sgdp_float32_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -696,25 +691,21 @@ struct sgdp_float32_nesterov_no_projected_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_2, g, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);  // 30  p = p - lr * update
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            store(p_at + i, p_3);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -854,7 +845,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
 
 template <class Grad>
 struct sgdp_bfloat16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -866,12 +857,10 @@ struct sgdp_bfloat16_nesterov_no_projected_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -892,22 +881,20 @@ struct sgdp_bfloat16_nesterov_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                                       // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);                         // 30  p = p - lr * update
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -1067,7 +1054,7 @@ struct sgdp_float16_nesterov_no_projected {
 
 template <class Grad>
 struct sgdp_float16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1079,12 +1066,10 @@ struct sgdp_float16_nesterov_no_projected_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F momentum(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F one_minus_dampening_times_grad_scale(scalars[2]);
-        const F momentum_times_momentum(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1105,8 +1090,6 @@ struct sgdp_float16_nesterov_no_projected_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -1118,14 +1101,14 @@ struct sgdp_float16_nesterov_no_projected_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer));
-            const F p_2 = scalar_3 * p;                // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);  // 30  p = p - lr * update
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            const I p_bitcast = bits(p_3);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -1137,7 +1120,7 @@ struct sgdp_float16_nesterov_no_projected_small {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -3446,8 +3429,6 @@ struct sgdp_float32_nesterov_small_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
 
@@ -3456,14 +3437,15 @@ struct sgdp_float32_nesterov_small_7 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_1, g, momentum_times_momentum * momentum_buffer));
-            // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update_2, p_2);           // 30  p = p - lr * update
+            const F g_2 = grad_scale * g;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g_2);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;     // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);              // 30  p = p - lr * update
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -4065,8 +4047,6 @@ struct sgdp_bfloat16_nesterov_small_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -4093,16 +4073,17 @@ struct sgdp_bfloat16_nesterov_small_7 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g = grad_scale * g_cast;
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer));
+            const F update = fma(momentum, momentum_buffer_2, g);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update_2, p_2);                       // 30  p = p - lr * update
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -4461,8 +4442,6 @@ struct sgdp_float16_nesterov_small_7 {
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
-        const F momentum_times_momentum(known.scalars[1]);
-        const F scalar_1(known.scalars[2]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -4497,16 +4476,17 @@ struct sgdp_float16_nesterov_small_7 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer));
-            // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update_2, p_2);           // 30  p = p - lr * update
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g = grad_scale * g_cast;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer_2, g);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;   // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);            // 30  p = p - lr * update
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;

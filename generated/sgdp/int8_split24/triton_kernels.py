@@ -1443,37 +1443,35 @@ def sgdp_float32_no_projected(
 
 @triton.jit
 def sgdp_float32_no_projected_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_float32_no_projected_small_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-        scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_dampening_times_grad_scale, scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1547,23 +1545,21 @@ def sgdp_bfloat16_no_projected(
 @triton.jit
 def sgdp_bfloat16_no_projected_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
-    one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-    scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    g_cast = widened(g_stored)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -1583,9 +1579,8 @@ def sgdp_bfloat16_no_projected_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -1594,8 +1589,7 @@ def sgdp_bfloat16_no_projected_small(
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_bfloat16_no_projected_small_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-        scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_dampening_times_grad_scale, scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1685,11 +1679,12 @@ def sgdp_float16_no_projected(
 @triton.jit
 def sgdp_float16_no_projected_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
-    one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-    scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1701,14 +1696,11 @@ def sgdp_float16_no_projected_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    g_cast = g_stored.to(tl.float32)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_one_minus_dampening_times_grad_scale, g_cast, lr_times_momentum * momentum_buffer)))
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
+    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1737,9 +1729,8 @@ def sgdp_float16_no_projected_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -1748,8 +1739,7 @@ def sgdp_float16_no_projected_small(
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_float16_no_projected_small_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-        scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_dampening_times_grad_scale, scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1949,7 +1939,7 @@ def sgdp_float32_nesterov_small_1_flat(
 def sgdp_float32_nesterov_small_7_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_row, live, live_row, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1957,27 +1947,27 @@ def sgdp_float32_nesterov_small_7_tile(
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g_2 = grad_scale * g
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g_2)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                         # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                   # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -1986,16 +1976,15 @@ def sgdp_float32_nesterov_small_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_float32_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         40, 27, ((0, tl.float32), (1, None), (2, tl.float32), (18, tl.float32, "one"), (19, tl.float32, "row")),
         matrices=24,
@@ -2004,8 +1993,7 @@ def sgdp_float32_nesterov_small_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_float32_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -2473,8 +2461,7 @@ def sgdp_bfloat16_nesterov_small_2(
 def sgdp_bfloat16_nesterov_small_7_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, index, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2485,18 +2472,19 @@ def sgdp_bfloat16_nesterov_small_7_tile(
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = widened(g_stored)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
-    g_cast = widened(g_stored)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -2516,9 +2504,8 @@ def sgdp_bfloat16_nesterov_small_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
         (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
@@ -2527,16 +2514,15 @@ def sgdp_bfloat16_nesterov_small_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_bfloat16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         41, 28, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
         (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
@@ -2545,8 +2531,7 @@ def sgdp_bfloat16_nesterov_small_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_bfloat16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -2795,8 +2780,7 @@ def sgdp_float16_nesterov_small_1_flat(
 def sgdp_float16_nesterov_small_7_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_update_over_row_mul_3_2_ptr, at, at_row, live, live_row, index, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2814,18 +2798,19 @@ def sgdp_float16_nesterov_small_7_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    g = grad_scale * g_cast
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
-    g_cast = g_stored.to(tl.float32)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
+    update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_update_over_row_mul_3_2), p, update)
     p = p * one_minus_lr_times_weight_decay_2                              # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -2854,9 +2839,8 @@ def sgdp_float16_nesterov_small_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
         (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
@@ -2865,16 +2849,15 @@ def sgdp_float16_nesterov_small_7(
     """sgdp: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sgdp_float16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD, ROWS,
-        ALIGNED,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         41, 28, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (19, tl.float32, "one"),
         (20, tl.float32, "row")), matrices=25, counted=True, keys=("step", "stream"),
@@ -2883,8 +2866,7 @@ def sgdp_float16_nesterov_small_7_flat(
     """sgdp: tiles of a tensor of any shape."""
     walk_any(
         table, work, sgdp_float16_nesterov_small_7_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr), step_key, GRAD,
-        TILES,
+        one_minus_dampening_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -2953,39 +2935,37 @@ def sgdp_float32_nesterov_no_projected(
 
 @triton.jit
 def sgdp_float32_nesterov_no_projected_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, grad_scale, one_minus_dampening_times_grad_scale,
-    momentum_times_momentum, scalar_2, scalar_3, minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
+    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_2, g, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_no_projected_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_float32_nesterov_no_projected_small_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_float32_nesterov_no_projected_small_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -3061,26 +3041,24 @@ def sgdp_bfloat16_nesterov_no_projected(
 
 @triton.jit
 def sgdp_bfloat16_nesterov_no_projected_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
+    one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
     g_cast = widened(g_stored)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -3099,10 +3077,10 @@ def sgdp_bfloat16_nesterov_no_projected_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_no_projected_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -3110,9 +3088,9 @@ def sgdp_bfloat16_nesterov_no_projected_small(
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_bfloat16_nesterov_no_projected_small_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_bfloat16_nesterov_no_projected_small_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -3204,14 +3182,12 @@ def sgdp_float16_nesterov_no_projected(
 
 @triton.jit
 def sgdp_float16_nesterov_no_projected_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum, grad_scale,
-    one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, momentum,
+    one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -3223,14 +3199,14 @@ def sgdp_float16_nesterov_no_projected_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
     g_cast = g_stored.to(tl.float32)
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer))
-    p = scalar_3 * p                 # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)  # 30  p = p - lr * update
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
+    # 30  p = p - lr * update
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -3258,10 +3234,10 @@ def sgdp_float16_nesterov_no_projected_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_no_projected_small(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -3269,9 +3245,9 @@ def sgdp_float16_nesterov_no_projected_small(
 ):
     """sgdp: the tiles of one work item."""
     walk(
-        table, work, sgdp_float16_nesterov_no_projected_small_tile, SWEEP, (momentum, grad_scale,
-        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_float16_nesterov_no_projected_small_tile, SWEEP, (momentum,
+        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -48,13 +48,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
-    lr_times_where_lt_one_t_momentum_zero = lr * where_lt_one_t_momentum_zero
-    scalar_3 = lr * scalar_1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-        one_minus_lr_times_weight_decay,
-    )
+    minus_lr = -lr
+    return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
 
 
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -74,13 +70,12 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
-    momentum_times_where_lt_one_t_momentum_zero = momentum * where_lt_one_t_momentum_zero
-    scalar_3 = momentum * scalar_1
+    lr_times_grad_scale = lr * grad_scale
+    lr_times_momentum = lr * momentum
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    minus_lr = -lr
     return (
-        grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-        scalar_3, one_minus_lr_times_weight_decay, minus_lr,
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+        one_minus_lr_times_weight_decay,
     )
 
 
@@ -154,7 +149,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -174,7 +169,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -194,7 +189,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -214,7 +209,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -234,7 +229,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
@@ -254,7 +249,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,

@@ -96,7 +96,7 @@ struct sgdw_float16 {
 
 template <class Grad>
 struct sgdw_float32_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -108,128 +108,18 @@ struct sgdw_float32_has_momentum {
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdw.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdw_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[0]);
-        const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/sgdw.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdw_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F where_lt_one_t_momentum_zero(scalars[0]);
-        const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdw.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdw_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = load(p_at + i);
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 25  p = p - lr * update
             store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -237,8 +127,8 @@ struct sgdw_float32_nesterov_has_momentum {
 };
 
 template <class Grad>
-struct sgdw_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+struct sgdw_bfloat16_has_momentum {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -248,27 +138,21 @@ struct sgdw_bfloat16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
+            const F p = widened(p_stored);                        // bf16, nearest
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(scalar_1, g_stored, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -278,8 +162,8 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 };
 
 template <class Grad>
-struct sgdw_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+struct sgdw_float16_has_momentum {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -289,28 +173,127 @@ struct sgdw_float16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
+            const F p = widen_half(p_stored);                     // f16, nearest
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_stored, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 25  p = p - lr * update
+            store(p_at + i, narrow_half(p_3));
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdw_float32_nesterov_has_momentum {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
+
+        // -- elements: decode, update  (specs/sgdw.py)
+        for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            store(p_at + i, p_2);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdw_bfloat16_nesterov_has_momentum {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
+
+        // -- elements: decode, update, encode  (specs/sgdw.py)
+        for (int i = 0; i < count; i += W) {
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);  // bf16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
-            store(p_at + i, narrow_half(p_3));
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            const I p_x_bits = bits(p_2);
+            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Grad>
+struct sgdw_float16_nesterov_has_momentum {
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
+
+        // -- elements: decode, update  (specs/sgdw.py)
+        for (int i = 0; i < count; i += W) {
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);  // f16, nearest
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F g_cast = g_stored;
+            // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

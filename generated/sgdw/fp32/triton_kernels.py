@@ -113,56 +113,54 @@ def sgdw_float16(
 @triton.jit
 def sgdw_float32_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
-    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_float32_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
-    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/sgdw.py)
-    g_cast = widened(g_stored)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    momentum_buffer = tl.fma(scalar_1, widened(g_stored), where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -173,117 +171,107 @@ def sgdw_bfloat16_has_momentum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_bfloat16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdw_float16_has_momentum_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
-    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    momentum_buffer = tl.fma(scalar_1, g_stored.to(tl.float32), where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_float16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+    lr_times_momentum, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_nesterov_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_float32_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
-        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_float32_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+    lr_times_momentum, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -293,60 +281,55 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_nesterov_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_bfloat16_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
-        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_bfloat16_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+    lr_times_momentum, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_nesterov_has_momentum(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_float16_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
-        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_float16_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 

@@ -53,20 +53,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
-    lr_times_where_lt_one_t_momentum_zero = lr * where_lt_one_t_momentum_zero
-    scalar_3 = lr * scalar_1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-        one_minus_lr_times_weight_decay,
-    )
-
-
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
@@ -79,7 +65,7 @@ def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     )
 
 
-def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
@@ -90,21 +76,6 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     return (
         where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
         one_minus_lr_times_weight_decay,
-    )
-
-
-def kernel_scalars_5(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
-    momentum_times_where_lt_one_t_momentum_zero = momentum * where_lt_one_t_momentum_zero
-    scalar_3 = momentum * scalar_1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    minus_lr = -lr
-    return (
-        grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-        scalar_3, one_minus_lr_times_weight_decay, minus_lr,
     )
 
 
@@ -201,8 +172,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -244,8 +215,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -287,8 +258,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -309,7 +280,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
         kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -328,8 +299,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=False,
         host_states=(),
@@ -351,7 +322,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
         kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -371,8 +342,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),
@@ -394,7 +365,7 @@ VARIANTS = (
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
         kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_4,
+        kernel_host=kernel_scalars_3,
         block=64,
         stochastic=True,
         host_states=(),
@@ -414,8 +385,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_momentum_zero', 'scalar_1', 'momentum_times_where_lt_one_t_momentum_zero', 'scalar_3', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_5,
+        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
+        kernel_host=kernel_scalars_3,
         block=1,
         stochastic=True,
         host_states=(),

@@ -272,7 +272,7 @@ struct sgdw_float32_has_momentum {
 
 template <class Grad>
 struct sgdw_float32_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -284,20 +284,19 @@ struct sgdw_float32_has_momentum_small {
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
+            const F p = load(p_at + i);
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
-            store(p_at + i, p_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 25  p = p - lr * update
+            store(p_at + i, p_3);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -432,7 +431,7 @@ struct sgdw_bfloat16_has_momentum {
 
 template <class Grad>
 struct sgdw_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -445,9 +444,8 @@ struct sgdw_bfloat16_has_momentum_small {
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -468,20 +466,19 @@ struct sgdw_bfloat16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(scalar_1, g_stored, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);              // 25  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -636,7 +633,7 @@ struct sgdw_float16_has_momentum {
 
 template <class Grad>
 struct sgdw_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -649,9 +646,8 @@ struct sgdw_float16_has_momentum_small {
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
-        const F lr_times_where_lt_one_t_momentum_zero(scalars[2]);
-        const F scalar_3(scalars[3]);
-        const F one_minus_lr_times_weight_decay(scalars[4]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F minus_lr(scalars[3]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -672,6 +668,8 @@ struct sgdw_float16_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -683,14 +681,11 @@ struct sgdw_float16_has_momentum_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer));
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
-            const I p_bitcast = bits(p_2);
+            const F momentum_buffer_2 = fma(scalar_1, g_stored, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F p_2 = one_minus_lr_times_weight_decay * p;    // 24  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 25  p = p - lr * update
+            const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -702,7 +697,7 @@ struct sgdw_float16_has_momentum_small {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -826,7 +821,7 @@ struct sgdw_float32_nesterov_has_momentum {
 
 template <class Grad>
 struct sgdw_float32_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
 
@@ -836,26 +831,22 @@ struct sgdw_float32_nesterov_has_momentum_small {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
 
         // -- elements: decode, update  (specs/sgdw.py)
         for (int i = 0; i < count; i += W) {
+            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g, fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
-            store(p_at + i, p_3);
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -995,7 +986,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgdw_bfloat16_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1006,13 +997,11 @@ struct sgdw_bfloat16_nesterov_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1033,22 +1022,20 @@ struct sgdw_bfloat16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);                         // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -1208,7 +1195,7 @@ struct sgdw_float16_nesterov_has_momentum {
 
 template <class Grad>
 struct sgdw_float16_nesterov_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1219,13 +1206,11 @@ struct sgdw_float16_nesterov_has_momentum_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
         float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F grad_scale(scalars[0]);
-        const F where_lt_one_t_momentum_zero(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F momentum_times_where_lt_one_t_momentum_zero(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F one_minus_lr_times_weight_decay(scalars[5]);
-        const F minus_lr(scalars[6]);
+        const F where_lt_one_t_momentum_zero(scalars[0]);
+        const F scalar_1(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F one_minus_lr_times_weight_decay(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1246,8 +1231,6 @@ struct sgdw_float16_nesterov_has_momentum_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -1259,14 +1242,14 @@ struct sgdw_float16_nesterov_has_momentum_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
-            // 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(grad_scale, g_cast, fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer));
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);           // 25  p = p - lr * update
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer);
-            const I p_bitcast = bits(p_3);
+            // 25  p = p - lr * update
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
+            const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
@@ -1278,7 +1261,7 @@ struct sgdw_float16_nesterov_has_momentum_small {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

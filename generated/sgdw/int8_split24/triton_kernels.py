@@ -223,36 +223,35 @@ def sgdw_float32_has_momentum(
 @triton.jit
 def sgdw_float32_has_momentum_small_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1,
-    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_float32_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -327,23 +326,21 @@ def sgdw_bfloat16_has_momentum(
 @triton.jit
 def sgdw_bfloat16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
-    scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = widened(g_stored)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    momentum_buffer = tl.fma(scalar_1, widened(g_stored), where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -363,9 +360,9 @@ def sgdw_bfloat16_has_momentum_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -374,8 +371,7 @@ def sgdw_bfloat16_has_momentum_small(
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_bfloat16_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -466,11 +462,12 @@ def sgdw_float16_has_momentum(
 @triton.jit
 def sgdw_float16_has_momentum_small_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
-    scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -482,14 +479,11 @@ def sgdw_float16_has_momentum_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    g_cast = g_stored.to(tl.float32)
-    # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(scalar_3, g_cast, lr_times_where_lt_one_t_momentum_zero * momentum_buffer)))
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    momentum_buffer = tl.fma(scalar_1, g_stored.to(tl.float32), where_lt_one_t_momentum_zero * momentum_buffer)
+    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -518,9 +512,9 @@ def sgdw_float16_has_momentum_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -529,8 +523,7 @@ def sgdw_float16_has_momentum_small(
     """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_float16_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
-        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -599,41 +592,37 @@ def sgdw_float32_nesterov_has_momentum(
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_ptr, at, live, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+    lr_times_momentum, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_3, g, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_nesterov_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_float32_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
-        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_float32_nesterov_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero,
+        scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -709,26 +698,24 @@ def sgdw_bfloat16_nesterov_has_momentum(
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
+    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = widened(g_stored)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -747,11 +734,10 @@ def sgdw_bfloat16_nesterov_has_momentum_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_nesterov_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -759,9 +745,9 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_bfloat16_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
-        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_bfloat16_nesterov_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero,
+        scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -853,14 +839,12 @@ def sgdw_float16_nesterov_has_momentum(
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, grad_scale,
-    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, index, where_lt_one_t_momentum_zero,
+    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -872,14 +856,14 @@ def sgdw_float16_nesterov_has_momentum_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    g_stored = get(g_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdw.py)
     g_cast = g_stored.to(tl.float32)
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_3, g_cast, momentum_times_where_lt_one_t_momentum_zero * momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 25  p = p - lr * update
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g_cast, where_lt_one_t_momentum_zero * momentum_buffer)
+    # 25  p = p - lr * update
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -907,11 +891,10 @@ def sgdw_float16_nesterov_has_momentum_small_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_nesterov_has_momentum_small(
-    table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
+    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
         keys=("step", "stream"),
@@ -919,9 +902,9 @@ def sgdw_float16_nesterov_has_momentum_small(
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_float16_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
-        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_float16_nesterov_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero,
+        scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -43,12 +43,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    lr_times_momentum = lr * momentum
-    lr_times_one_minus_momentum_times_grad_scale = lr * one_minus_momentum_times_grad_scale
-    return (
-        momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale,
-    )
+    minus_lr = -lr
+    return (momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr)
 
 
 VARIANTS = (
@@ -216,7 +212,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -228,7 +224,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_float32_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_float32_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -247,7 +243,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -259,7 +255,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_bfloat16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_bfloat16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_bfloat16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -278,7 +274,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -290,7 +286,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_float16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_float16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -308,7 +304,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -329,7 +325,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -350,7 +346,7 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,

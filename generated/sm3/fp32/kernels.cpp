@@ -13,7 +13,7 @@
 //     accumulator_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -120,7 +120,7 @@ struct sm3_float16_no_factored {
 
 template <class Grad>
 struct sm3_float32_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -135,22 +135,19 @@ struct sm3_float32_has_momentum_no_factored {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = load(p_at + i);
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            const F g_mul = g / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, p_2);
             store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -160,7 +157,7 @@ struct sm3_float32_has_momentum_no_factored {
 
 template <class Grad>
 struct sm3_bfloat16_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -175,24 +172,21 @@ struct sm3_bfloat16_has_momentum_no_factored {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            const F g_mul = g_cast / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -204,7 +198,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
 template <class Grad>
 struct sm3_float16_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -219,24 +213,21 @@ struct sm3_float16_has_momentum_no_factored {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            const F g_mul = g_cast / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -455,21 +446,18 @@ struct sm3_float32_has_momentum_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = load(p_at + i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
@@ -557,23 +545,20 @@ struct sm3_bfloat16_has_momentum_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g_cast / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -613,23 +598,20 @@ struct sm3_float16_has_momentum_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g_cast / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, narrow_half(p_2));
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
@@ -706,7 +688,7 @@ struct sm3_float16 {
 template <class Grad>
 struct sm3_float32_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -729,7 +711,7 @@ struct sm3_float32_has_momentum {
 template <class Grad>
 struct sm3_bfloat16_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -752,7 +734,7 @@ struct sm3_bfloat16_has_momentum {
 template <class Grad>
 struct sm3_float16_has_momentum {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

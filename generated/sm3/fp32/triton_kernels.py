@@ -13,7 +13,7 @@
 #     accumulator_col  0 B  f32, one per col
 #                      exact; every f32
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -360,35 +360,32 @@ def sm3_float16_no_factored(
 def sm3_float32_has_momentum_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, MASKED: tl.constexpr,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -397,17 +394,15 @@ def sm3_float32_has_momentum_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -416,8 +411,7 @@ def sm3_float32_has_momentum_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_float32_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -446,25 +440,23 @@ def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.const
 def sm3_bfloat16_has_momentum_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, MASKED: tl.constexpr,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g_cast * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -476,9 +468,8 @@ def sm3_bfloat16_has_momentum_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -487,17 +478,15 @@ def sm3_bfloat16_has_momentum_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.bfloat16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -506,8 +495,7 @@ def sm3_bfloat16_has_momentum_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_bfloat16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -515,37 +503,34 @@ def sm3_bfloat16_has_momentum_1_flat(
 def sm3_float16_has_momentum_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, MASKED: tl.constexpr,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g_cast * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -554,17 +539,15 @@ def sm3_float16_has_momentum_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float16), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -573,74 +556,67 @@ def sm3_float16_has_momentum_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_float16_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
 @triton.jit
 def sm3_float32_has_momentum_no_factored_tile(
     p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     accumulator = get(accumulator_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    g_mul = g * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_float32_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_no_factored_tile(
     p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     accumulator = get(accumulator_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 42  accumulator = accumulator + g * g
     accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    g_mul = g_cast * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -652,60 +628,57 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_bfloat16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sm3_float16_has_momentum_no_factored_tile(
     p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
     accumulator = get(accumulator_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 42  accumulator = accumulator + g * g
     accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    g_mul = g_cast * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_float16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

@@ -47,18 +47,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
     return (momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr)
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, momentum, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    lr_times_momentum = lr * momentum
-    lr_times_one_minus_momentum_times_grad_scale = lr * one_minus_momentum_times_grad_scale
-    return (
-        momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale,
-    )
-
-
 VARIANTS = (
     Variant(
         function="sm3_float32",
@@ -325,8 +313,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -337,7 +325,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_float32_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_float32_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_small_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float32_has_momentum_small_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -390,8 +378,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -402,7 +390,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_bfloat16_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_bfloat16_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_bfloat16_has_momentum_small_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_bfloat16_has_momentum_small_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -455,8 +443,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -467,7 +455,7 @@ VARIANTS = (
             Temp("accumulator_col_2", "col", "col_max", "elem"),
         ),
         stages=(
-            Stage("sm3_float16_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
+            Stage("sm3_float16_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
             Stage("sm3_bfloat16_has_momentum_small_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_has_momentum_small_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
@@ -508,8 +496,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
         host_states=(),
@@ -554,8 +542,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),
@@ -600,8 +588,8 @@ VARIANTS = (
         ),
         scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
         host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'lr_times_momentum', 'lr_times_one_minus_momentum_times_grad_scale'),
-        kernel_host=kernel_scalars_3,
+        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
+        kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
         host_states=(),

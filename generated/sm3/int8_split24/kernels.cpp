@@ -13,7 +13,7 @@
 //     accumulator_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -816,7 +816,7 @@ struct sm3_float32_has_momentum_no_factored {
 
 template <class Grad>
 struct sm3_float32_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -831,22 +831,19 @@ struct sm3_float32_has_momentum_no_factored_small {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = load(p_at + i);
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            const F g_mul = g / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, p_2);
             store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -1049,7 +1046,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
 template <class Grad>
 struct sm3_bfloat16_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1065,8 +1062,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1087,20 +1083,18 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const U16 p_stored = raw(p_at + i);
+            const U8 weight_low_code = raw(weight_low_at + i);
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            const F g_mul = g_cast / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 48  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1326,7 +1320,7 @@ struct sm3_float16_has_momentum_no_factored {
 
 template <class Grad>
 struct sm3_float16_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
 
@@ -1342,8 +1336,7 @@ struct sm3_float16_has_momentum_no_factored_small {
         const F eps(scalars[1]);
         const F grad_scale_times_grad_scale(scalars[2]);
         const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F lr_times_momentum(scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(scalars[5]);
+        const F minus_lr(scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1364,6 +1357,9 @@ struct sm3_float16_has_momentum_no_factored_small {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F accumulator = load(accumulator_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -1375,17 +1371,12 @@ struct sm3_float16_has_momentum_no_factored_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            const F g_mul = g_cast / sqrt(accumulator_2 + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -1921,21 +1912,18 @@ struct sm3_float32_has_momentum_small_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = load(p_at + i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             store(p_at + i, p_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
@@ -2226,8 +2214,7 @@ struct sm3_bfloat16_has_momentum_small_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2248,19 +2235,17 @@ struct sm3_bfloat16_has_momentum_small_1 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g_cast / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 48  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2524,8 +2509,7 @@ struct sm3_float16_has_momentum_small_1 {
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F lr_times_momentum(known.scalars[4]);
-        const F lr_times_one_minus_momentum_times_grad_scale(known.scalars[5]);
+        const F minus_lr(known.scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2546,6 +2530,8 @@ struct sm3_float16_has_momentum_small_1 {
         for (int i = 0; i < count; i += W) {
             const I word_2 = spread(word_2_kept, i);
             const I word = spread(word_kept, i);
+            const F g_stored = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -2557,16 +2543,12 @@ struct sm3_float16_has_momentum_small_1 {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F g_mul = g_cast / sqrt(total + eps);
-            // 48  p = p - lr * update
-            const F p_2 = p - fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2684,7 +2666,7 @@ struct sm3_float32_has_momentum {
 template <class Grad>
 struct sm3_float32_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
@@ -2732,7 +2714,7 @@ struct sm3_bfloat16_has_momentum {
 template <class Grad>
 struct sm3_bfloat16_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
@@ -2781,7 +2763,7 @@ struct sm3_float16_has_momentum {
 template <class Grad>
 struct sm3_float16_has_momentum_small {
     typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
+    static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p

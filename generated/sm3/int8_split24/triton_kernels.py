@@ -13,7 +13,7 @@
 #     accumulator_col  0 B  f32, one per col
 #                      exact; every f32
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -828,35 +828,32 @@ def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.const
 def sm3_float32_has_momentum_small_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
-    lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, MASKED: tl.constexpr,
+    minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
     return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -865,17 +862,15 @@ def sm3_float32_has_momentum_small_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_float32_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         22, 12, ((0, tl.float32), (1, None), (2, tl.float32, "row"), (3, tl.float32, "col"), (4, tl.float32)),
         matrices=9, sums=(("max", (7,), (8,)),),
@@ -884,8 +879,7 @@ def sm3_float32_has_momentum_small_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_float32_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -1036,29 +1030,26 @@ def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.cons
 def sm3_bfloat16_has_momentum_small_1_tile(
     p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
     at_col, live, live_row, live_col, index, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    index = within(index, p_stored)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g_cast * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -1079,9 +1070,8 @@ def sm3_bfloat16_has_momentum_small_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         23, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
         (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
@@ -1090,17 +1080,15 @@ def sm3_bfloat16_has_momentum_small_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_bfloat16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         23, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
         (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
@@ -1109,8 +1097,7 @@ def sm3_bfloat16_has_momentum_small_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_bfloat16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -1252,13 +1239,16 @@ def sm3_float16_has_momentum_1_flat(
 def sm3_float16_has_momentum_small_1_tile(
     p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
     at_col, live, live_row, live_col, index, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    step_key, stream_key, MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
+    accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
+    accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
-    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
@@ -1269,19 +1259,13 @@ def sm3_float16_has_momentum_small_1_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
-    accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
-    g_mul = g_cast * reciprocal(tl.sqrt(total + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1311,9 +1295,8 @@ def sm3_float16_has_momentum_small_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         23, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
         (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
@@ -1322,17 +1305,15 @@ def sm3_float16_has_momentum_small_1(
     """sm3: 64 rows of 1024 columns of a matrix."""
     walk_panels(
         table, work, sm3_float16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, ROWS, ALIGNED,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, ROWS, ALIGNED,
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr,
     SWEEP: tl.constexpr = Panels(
         23, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32, "row"), (4, tl.float32, "col"),
         (5, tl.float32)), matrices=10, counted=True, keys=("step", "stream"), sums=(("max", (8,), (9,)),),
@@ -1341,8 +1322,7 @@ def sm3_float16_has_momentum_small_1_flat(
     """sm3: tiles of a tensor of any shape."""
     walk_any(
         table, work, sm3_float16_has_momentum_small_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale),
-        step_key, GRAD, TILES,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
     )
 
 
@@ -1442,41 +1422,38 @@ def sm3_float32_has_momentum_no_factored(
 @triton.jit
 def sm3_float32_has_momentum_no_factored_small_tile(
     p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-    MASKED: tl.constexpr,
+    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     accumulator = get(accumulator_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    g_mul = g * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_float32_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1584,27 +1561,25 @@ def sm3_bfloat16_has_momentum_no_factored(
 @triton.jit
 def sm3_bfloat16_has_momentum_no_factored_small_tile(
     p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, index, momentum, eps,
-    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-    lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    accumulator = get(accumulator_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 42  accumulator = accumulator + g * g
     accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    g_mul = g_cast * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -1625,9 +1600,9 @@ def sm3_bfloat16_has_momentum_no_factored_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -1636,8 +1611,8 @@ def sm3_bfloat16_has_momentum_no_factored_small(
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_bfloat16_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -1761,11 +1736,14 @@ def sm3_float16_has_momentum_no_factored(
 @triton.jit
 def sm3_float16_has_momentum_no_factored_small_tile(
     p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, index, momentum, eps,
-    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-    lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    accumulator = get(accumulator_ptr, at, live, MASKED)
+    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1777,18 +1755,13 @@ def sm3_float16_has_momentum_no_factored_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 42  accumulator = accumulator + g * g
     accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    g_mul = g_cast * reciprocal(tl.sqrt(accumulator + eps))
-    # 48  p = p - lr * update
-    p = p - tl.fma(lr_times_one_minus_momentum_times_grad_scale, g_mul, lr_times_momentum * momentum_buffer)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer)
+    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(accumulator_ptr, at, accumulator, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -1818,9 +1791,9 @@ def sm3_float16_has_momentum_no_factored_small_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
     SWEEP: tl.constexpr = Sweep(
         11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
         counted=True, keys=("step", "stream"),
@@ -1829,8 +1802,8 @@ def sm3_float16_has_momentum_no_factored_small(
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_float16_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

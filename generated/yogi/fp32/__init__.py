@@ -46,17 +46,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
     where_lt_one_t_zero_initial_accumulator = choose(1 < step, 0, initial_accumulator)
     grad_scale_times_grad_scale = grad_scale * grad_scale
     scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_6 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_7 = choose(common_3, 1, 1 / common_2)
-    scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_5 = choose(common_3, 1, divide(1, common_2))
+    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8,
+        where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -74,7 +71,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -95,7 +92,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -116,7 +113,7 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

@@ -60,28 +60,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, initial_accumulator, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    where_lt_one_t_zero_initial_accumulator = choose(1 < step, 0, initial_accumulator)
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
-    common_1 = divide(lr, 1 - beta1**step)
-    lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_6 = common_1 * one_minus_beta1_times_grad_scale
-    common_2 = root(1 - beta2**step)
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_7 = choose(common_3, 1, 1 / common_2)
-    scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8,
-    )
-
-
 VARIANTS = (
     Variant(
         function="yogi_float32",
@@ -119,8 +97,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
         host_states=(),
@@ -165,8 +143,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),
@@ -211,8 +189,8 @@ VARIANTS = (
         ),
         scalars=('beta1', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'where_lt_one_t_zero_initial_accumulator', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_2,
+        kernel_scalars=('beta1', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'where_lt_one_t_zero_initial_accumulator', 'grad_scale_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
         host_states=(),

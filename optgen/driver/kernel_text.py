@@ -1,0 +1,160 @@
+"""The text of a rule's kernels, free of any plan: its records for each setting of its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from optgen.backends import host, triton, wrapper
+from optgen.backends.host import Unpack
+from optgen.backends.printer import wrapped
+from optgen.driver import eager_text, targets
+from optgen.driver.pool import Pool
+from optgen.driver.project import Maths
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, postorder
+from optgen.ir.program import Buffer, Program, Stage, Step
+from optgen.ir.ranges import is_plus
+from optgen.lang.spec import Spec
+
+FILE = "kernels.py"
+
+Flags = tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The step of a rule under one setting of its flags: the names of its kernels, and of its host function."""
+
+    flags: Mapping[str, bool]
+    step: Step
+    kernels: tuple[str, ...]
+    host: str
+
+
+@dataclass(frozen=True)
+class RuleKernels:
+    """The kernels of a rule; those of settings that differ in scalars alone are one.
+
+    host      the host functions, lines of text
+    stages    kernel -> the stage that it is of, first come first served
+    """
+
+    settings: tuple[Setting, ...]
+    host: tuple[list[str], ...]
+    stages: Mapping[str, Stage]
+
+
+@lru_cache(maxsize=128)
+def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
+    """Number and name the kernels of a rule: <rule>, or <rule>_<k> where a step takes several; words of flags after."""
+    scalars, settings = Pool(), []
+    known: dict[tuple[object, ...], str] = {}
+    stages: dict[str, Stage] = {}
+    for flags in targets.settings(spec):
+        step = eager_text.rule_step(spec, flags, maths)
+        name = targets.function_name(spec, flags)
+        names = []
+        for k, stage in enumerate(step.stages):
+            wanted = f"{name}_{k + 1}" if step.in_stages else name
+            found = stage.call or known.setdefault(_meaning(step, stage), wanted)
+            stages.setdefault(found, stage)
+            names.append(found)
+        make = partial(host.scalars_function, host_program(step), unpack_of(spec))
+        settings.append(Setting(flags, step, tuple(names), scalars.add("scalars", make)))
+    return RuleKernels(tuple(settings), tuple(scalars.functions), stages)
+
+
+def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:
+    """What a stage does, whatever its scalars are called; small work between sweeps goes by all of its level."""
+    if not stage.is_sweep:
+        level = [s for s in step.stages if s.level == stage.level and not s.call]
+        return (level.index(stage), *(_stores(s.schedule.program, s) for s in level))
+    return _stores(stage.schedule.program, stage)
+
+
+def _stores(program: Program, stage: Stage) -> tuple[object, ...]:
+    number = {let.name: ir.sym(f"${i}") for i, let in enumerate(program.host)}
+
+    def rule(node: Node) -> Node:
+        return number.get(node.attr, node) if node.op == "sym" else node
+
+    rewrite = Rewriter(rule)
+    return (stage.space, *((s.buffer, rewrite(s.node).uid) for s in stage.schedule.sweep.stores))
+
+
+def host_program(step: Step) -> Program:
+    """The program that a step's host function is generated from."""
+    return replace(step.program, host=step.host, host_locals=step.host_locals)
+
+
+def unpack_of(spec: Spec) -> tuple[Unpack, ...]:
+    """The arguments of host functions and the scalars that they are made of."""
+    return tuple(Unpack(h.name, h.parts) for h in spec.hypers)
+
+
+def temp_row(step: Step, b: Buffer) -> str:
+    """The record of a value that one stage leaves for later ones."""
+    if b.role != "partial":
+        return f'Temp("{b.name}", "{b.space.name}")'
+    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
+    return f'Temp("{b.name}", "{b.space.name}", "{b.reduction}", "{source}")'
+
+
+def _stage_row(stage: Stage, kernel: str) -> list[str]:
+    """The record of a stage, lines of text."""
+    program, sweep = stage.schedule.program, stage.schedule.sweep
+    given: dict[str, object] = {}
+    space = stage.space.name
+    if stage.call:
+        (buffer,) = program.buffers
+        (call,) = (n for n in postorder(program.roots()) if n.op == "call")
+        space, given = "call", {"temps": (buffer.name,), "given": tuple(a.attr for a in call.args[1:])}
+    else:
+        terms = triton.terms(stage.schedule)
+        stored = [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
+        given["temps"] = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
+        given["matrices"] = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+        given["reads"] = sweep.reads
+        given["stores"] = tuple(s.buffer for s in stored)
+        given["sums"] = tuple((t.kind, tuple(b.name for b in t.partials)) for t in terms)
+        given["extents"] = tuple(triton.sizes(program))
+        given["plus"] = tuple(s.buffer for s in stored if is_plus(s.node))
+    shown = [f'"{kernel}"', f'"{space}"', str(stage.level), repr(stage.scalars)]
+    shown += [f"{key}={value!r}" for key, value in given.items() if value]
+    return wrapped("Stage(", ", ".join(shown).split(", "), "),", whole=104, limit=104)
+
+
+def record_text(spec: Spec, maths: Maths) -> str:
+    """The text of generated/<rule>/kernels.py."""
+    made = rule_kernels(spec, maths)
+    file = targets.source_name(spec.loc.file)
+    header = [
+        f"# @generated by optgen: edit {file}, not this file.  {spec.name} · kernels, {maths} maths",
+        "#",
+        f"#   spec      {file}:{spec.loc.line}  sha256 {targets.digest(spec.loc.file)}",
+        f"#   rebuild   optgen build {spec.name}",
+    ]
+    rules = sorted({r for s in made.settings for r in s.step.program.rules})
+    header += [f"#   rounding changed by: {', '.join(rules)}"] if rules else []
+    rows: dict[str, dict[str, Any]] = {}  # of settings with equal steps one
+    for s in made.settings:
+        names = [f'"{let.name}"' for let in s.step.host]
+        row = {
+            "scalars": wrapped("scalars=(", names, "),", whole=0),
+            "host": s.host,
+            "temps": [temp_row(s.step, b) for b in s.step.temps],
+            "stages": [_stage_row(x, name) for x, name in zip(s.step.stages, s.kernels, strict=True)],
+            "early": s.step.early,
+        }
+        rows.setdefault(repr(row), {**row, "settings": []})["settings"].append(dict(s.flags))
+    return wrapper.render(
+        "kernels.py.j2",
+        header="\n".join(header),
+        scalar_names=host.needs(made.host),
+        functions=made.host,
+        rules=list(rows.values()),
+        has_temps=any(row["temps"] for row in rows.values()),
+    )
