@@ -26,7 +26,7 @@ from torch import Tensor
 
 from optgen.backends import host
 from optgen.base.errors import UserError
-from optgen.driver import eager_text, emit, judge, targets
+from optgen.driver import eager_text, emit, judge, record_text, targets
 from optgen.driver.emit import Compiled, compile_case
 from optgen.driver.kernel_text import host_program, unpack_of
 from optgen.driver.targets import Case
@@ -35,7 +35,7 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Matrix, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
-from optgen.runtime import launch, layout, native, records, stored, sums
+from optgen.runtime import join, launch, layout, native, records, stored, sums
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -245,19 +245,15 @@ def build(cell: Cell) -> Built:
     param = dtypes.FROM_TORCH[cell.param]
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
-    row = emit._variant_row(spec, compiled, "step", "host", "host", "kernel")
-    known = vars(records)
-    variant = records.Variant(
-        function="step", param=cell.param, fields=tuple(eval(f, known) for f in row["fields"]), scalars=row["scalars"],
-        host=lambda *_: (), block=row["block"], matrix=row["matrix"], step=row["step"],
-        eager=eval(f"Eager({row['eager']})", known),
-    )  # fmt: skip
+    every = join.variants(record_text.rules(spec)[1], record_text.plan_record(plan))
+    size = (cell.param, cell.small, cell.vector)
+    variant = next(v for v in every if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
     rule, codecs = rule_module(spec), codec_module(plan)
     head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
     found = eager_text.rule_step(spec, flags)
     text = head + "\n".join(host.scalars_function(host_program(found), unpack_of(spec), "scalars_of_step"))
     made = _module(f"<{cell}>", text)
-    kept = [f"fields = {row['fields']!r}", f"eager = dict({row['eager']})"]
+    kept = [f"fields = {variant.fields!r}", f"eager = {variant.eager!r}"]
     all_text = "\n".join([*kept, text, rule.TEXT, codecs.TEXT])
     functions = stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
     return Built(cell, spec, compiled, all_text, *functions, made.scalars_of_step, variant)

@@ -25,6 +25,6 @@ def test_the_first_step_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert ahead.compile_ahead([one], lambda items, total: items) == 1
     native._known.clear()
     monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled again"))
-    plan = ahead._plan(outcome.folder / "lion/int8_split24", "lion/int8_split24")
+    plan = ahead.pair_of(outcome.folder, "lion", "int8_split24")
     (found,) = native.load([cpu.job(plan, "lion_bfloat16", torch.bfloat16)])
     assert not isinstance(found, native.Unavailable)

@@ -258,14 +258,14 @@ def test_room_is_kept_while_shapes_are_the_same() -> None:
 
 
 def test_dense_copies_are_made_only_where_tiles_cannot_be_summed() -> None:
-    module = plan_module_of("came", "int8_split24")
-    variant = next(v for v in module.VARIANTS if v.param == "bfloat16" and v.flags["factored"] and not v.small)
+    pair = pair_of("came", "int8_split24")
+    variant = next(v for v in pair.variants if v.param == "bfloat16" and v.flags["factored"] and not v.small)
     sizes = {s: cpu_stages.dense_copies(variant, torch.Size(s)) for s in [*MATRICES, (4096, 4096)]}
     assert {s for s, n in sizes.items() if n} == {(70, 3, 3, 3), (2, 70, 70)}
     assert set(sizes.values()) == {0, 2}
 
 
-def plan_module_of(name: str, plan: str) -> Any:
+def pair_of(name: str, plan: str) -> Any:
     from optgen.runtime import plans as loaded
 
     return loaded.load(optgen.compile(name, plan, maths="strict"), plan)

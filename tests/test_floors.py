@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "formats": {"lang", "ir", "ops", "base"},
     "passes": {"ir", "ops", "base"},
     "backends": {"ir", "ops", "base"},
-    "lower": {"lang", "formats", "ir", "ops", "base"},
+    "lower": {"lang", "formats", "ir", "ops", "base", "runtime"},
     "verify": {"lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
     "driver": {
         "convert",

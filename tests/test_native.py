@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant, arena, cpu, fast_path, launch, native, plans
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket
+from optgen.runtime.join import Pair, Reference
 from optgen.runtime.warn import tell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,9 +93,8 @@ def momentum(p: Tensor, g: Tensor, m: Tensor, rate: float, beta: float, sign: fl
     p.sub_(m * rate)
 
 
-def plan_module(name: str = "tiny", kernels: str | None = KERNELS) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.VARIANTS = tuple(  # type: ignore[attr-defined]
+def pair(name: str = "tiny", text: str | None = KERNELS) -> Pair:
+    variants = tuple(
         Variant(
             function="momentum",
             param="float32",
@@ -106,14 +106,13 @@ def plan_module(name: str = "tiny", kernels: str | None = KERNELS) -> types.Modu
         )
         for on in (False, True)
     )
-    module.reference = types.ModuleType("reference")  # type: ignore[attr-defined]
-    module.reference.momentum = momentum
-    if kernels is not None:
-        module.kernels_cpp = kernels  # type: ignore[attr-defined]
-    return module
+    kernels = types.ModuleType(name)
+    if text is not None:
+        kernels.kernels_cpp = text  # type: ignore[attr-defined]
+    return Pair(name, variants, reference=lambda _: Reference(momentum, momentum, momentum), kernels=kernels)
 
 
-TINY = {"tiny": plan_module(), "bare": plan_module("bare", None)}
+TINY = {"tiny": pair(), "bare": pair("bare", None)}
 
 
 class Momentum(Optimizer):
@@ -199,8 +198,8 @@ def same_as_eager() -> None:
 
 
 def test_kernels_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.source(plan_module()) == KERNELS
-    assert cpu.source(plan_module(kernels=None)) is None
+    assert cpu.source(pair()) == KERNELS
+    assert cpu.source(pair(text=None)) is None
     package = tmp_path / "plan_on_disk"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -208,7 +207,7 @@ def test_kernels_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import plan_on_disk  # type: ignore[import-not-found]
 
     (package / "kernels.cpp").write_text("// here\n")
-    assert cpu.source(plan_on_disk) == "// here\n"
+    assert cpu.source(Pair("on_disk", (), kernels=plan_on_disk)) == "// here\n"
 
 
 def test_the_same_bits_as_the_reference() -> None:
@@ -411,8 +410,8 @@ def test_compiler_that_fails_shows_what_it_says(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_source_that_is_wrong_shows_the_compilers_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TINY, "tiny", plan_module(kernels=KERNELS.replace("s[0] * m[i]", "s[0] * sun[i]")))
-    monkeypatch.setattr(plans, "_loaded", {})
+    monkeypatch.setitem(TINY, "tiny", pair(text=KERNELS.replace("s[0] * m[i]", "s[0] * sun[i]")))
+    monkeypatch.setattr(plans, "_made", {})
     stops_untouched("'sun' was not declared")
 
 
@@ -516,8 +515,8 @@ def test_a_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_in_the_name_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Another source, compiler, instruction set or header: another file."""
     before = kernel_files(folder)
-    monkeypatch.setitem(TINY, "tiny", plan_module(kernels=KERNELS + "\n// more\n"))
-    monkeypatch.setattr(plans, "_loaded", {})
+    monkeypatch.setitem(TINY, "tiny", pair(text=KERNELS + "\n// more\n"))
+    monkeypatch.setattr(plans, "_made", {})
     same_as_eager()
     assert len(kernel_files(folder)) == 2
     monkeypatch.setenv("OPTGEN_ISA", "portable")
@@ -771,15 +770,15 @@ def test_what_killed_processes_left_is_removed(folder: Path) -> None:
 
 def test_a_kernel_for_other_tables_is_refused(folder: Path) -> None:
     """A plan that was printed again after its tables were imported: addresses would stand in the wrong columns."""
-    plan = plan_module("another", KERNELS.replace("{3, 1, 3, 4, 0,", "{3, 1, 4, 4, 0,"))
+    plan = pair("another", KERNELS.replace("{3, 1, 3, 4, 0,", "{3, 1, 4, 4, 0,"))
     native_kernel = cpu.kernels([bucket_of(plan)])[0]
     assert isinstance(native_kernel, native.Unavailable)
     assert "printed again" in str(native_kernel)
-    assert not isinstance(cpu.kernels([bucket_of(plan_module())])[0], native.Unavailable)
+    assert not isinstance(cpu.kernels([bucket_of(pair())])[0], native.Unavailable)
 
 
-def bucket_of(plan: types.ModuleType) -> Bucket:
-    variant = plan.VARIANTS[0]
+def bucket_of(plan: Pair) -> Bucket:
+    variant = plan.variants[0]
     return Bucket(0, plan, variant, "cpp", torch.device("cpu"), torch.float32, 0, ())
 
 
@@ -795,9 +794,10 @@ def start(text: str, **environment: str) -> subprocess.Popen[str]:
 LOAD = """
 import sys, torch
 from optgen.runtime import cpu, native
-plan = type(sys)("tiny")
-plan.kernels_cpp = open(KERNELS).read()
-(made,) = native.load([cpu.job(plan, "momentum", torch.float32)])
+from optgen.runtime.join import Pair
+kernels = type(sys)("tiny")
+kernels.kernels_cpp = open(KERNELS).read()
+(made,) = native.load([cpu.job(Pair("tiny", (), kernels=kernels), "momentum", torch.float32)])
 print("fine" if not isinstance(made, Exception) else made)
 """
 

@@ -18,11 +18,10 @@ from optgen.backends.printer import Printer
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, lookahead, optimizer, state
 from optgen.lang.spec import Spec
-from optgen.lower import noise as noises
-from optgen.lower.noise import WINDOW, deal, places, word
+from optgen.lower.noise import deal, word
 from optgen.runtime import keys
 from optgen.runtime.eager import Blocks, rotl
-from optgen.runtime.keys import step_key, stream_key
+from optgen.runtime.keys import WINDOW, places, step_key, stream_key
 from optgen.runtime.release import Sums
 from tests import harness
 from tests.inlined import INLINED as SPELL
@@ -86,13 +85,12 @@ def test_words_of_one_element_are_independent(k: int, other: int) -> None:
 
 def test_there_are_words_for_any_number_of_states() -> None:
     """Each under a salt of its own, so far from all others that no two eights of a tensor of 2^27 elements meet."""
-    salts = [noises.salt(k) for k in range(24)]
+    salts = [keys.salt(k) for k in range(24)]
     assert len(deal({f"state{i}": 12 for i in range(48)})[1]) == 24
     assert min(a ^ b for a, b in itertools.combinations(salts, 2)) >= 1 << 24
 
 
-def test_the_compiler_and_the_runtime_agree_on_windows() -> None:
-    assert noises.WINDOW == keys.WINDOW
+def test_keys_of_steps_have_windows() -> None:
     found = [step_key(3, t) for t in range(3 * WINDOW)]
     for t, key in enumerate(found):
         assert f"{key % WINDOW:0{keys.PLACE}b}" == f"{t % WINDOW:0{keys.PLACE}b}"[::-1]

@@ -8,7 +8,6 @@ import math
 import pickle
 import subprocess
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,13 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from runtime_standin import AdamW
-from runtime_standin import int8 as int8_plan
+from runtime_standin import AdamW, int8
+from runtime_standin.int8 import reference
 from torch import Tensor, nn
 
 from optgen.runtime import Hyper, Variant, keys, layout, overrides, plans
+from optgen.runtime.join import Pair
 
 ROOT = Path(__file__).resolve().parent.parent
+INT8 = plans.load(AdamW, "int8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(), (1,), (7,), (8,), (9,), (0,), (3, 0), (5, 7), (4, 16), (2, 3, 5), (2, 4, 3, 3)]
 
@@ -144,7 +145,7 @@ def test_mixed_dtypes_sizes_and_missing_gradients_in_one_optimizer() -> None:
     for p in params:
         state = opt.state[p]
         assert state["step"] == 3
-        small = p.dtype != torch.float32 and p.numel() < int8_plan.SMALL_NUMEL
+        small = p.dtype != torch.float32 and p.numel() < int8.SMALL_NUMEL
         if p.dtype == torch.float32:
             assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         else:
@@ -172,7 +173,6 @@ def test_states_start_where_the_rule_says() -> None:
 @pytest.mark.parametrize("names", [False, True])
 def test_what_a_kernel_is_given(names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero states, scalars rounded to fp32 from fp64, and the keys of (seed, this step) and of the parameter."""
-    reference = plans.part(int8_plan, "reference")
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(reference, "adamw_bfloat16", lambda *args: calls.append(bits(args)))  # type: ignore[arg-type]
     params = parameters(torch.bfloat16, [(4, 9), (3, 0), (2, 8)])
@@ -189,7 +189,7 @@ def test_what_a_kernel_is_given(names: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert code == bits(torch.full(p.shape, 128, dtype=torch.uint8))
         assert scale == bits(torch.zeros(p.shape[0], blocks))
         assert square == bits(torch.zeros(p.shape))
-        want = int8_plan.rule.host(
+        want = int8.rule.host(
             step, -1.0, lr=0.1, betas=(0.3, 0.7), eps=1e-8, weight_decay=1e-2, decay_product=0.3 ** (step - 1)
         )
         assert call[6:-2] == [float(np.float32(value)) for value in want[:-1]]
@@ -205,13 +205,13 @@ def test_what_a_kernel_is_given(names: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_chunks_of_encode_and_decode_change_nothing(shape: tuple[int, ...], chunk: int) -> None:
     p = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16())
     values = {name: torch.rand(shape) for name in ("exp_avg", "exp_avg_sq")}
-    variant = next(v for v in int8_plan.VARIANTS if v.param == "bfloat16" and not v.small)
+    variant = next(v for v in INT8.variants if v.param == "bfloat16" and not v.small)
     made = []
     for size in (2**24, chunk):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "CHUNK", size)
-            fields = layout.encode(int8_plan, variant, p, values, variant.names)
-            made.append((fields, layout.decode(int8_plan, variant, p, fields, ("p", *variant.states))))
+            fields = layout.encode(INT8, variant, p, values, variant.names)
+            made.append((fields, layout.decode(INT8, variant, p, fields, ("p", *variant.states))))
     assert bits(made[0]) == bits(made[1])
     assert torch.equal(made[0][1]["p"], p.float())
     assert made[0][0]["exp_avg_scale"].shape == layout.field_shape(variant.fields[2], p.shape)
@@ -592,12 +592,9 @@ def test_default_and_named_plans_are_recorded() -> None:
 def test_provider_makes_plans_that_were_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def provider(cls: type, plan: str) -> types.ModuleType:
+    def provider(cls: type, plan: str) -> Pair:
         asked.append((cls, plan))
-        made = types.ModuleType("in_memory")
-        made.VARIANTS = int8_plan.VARIANTS  # type: ignore[attr-defined]
-        made.reference = plans.part(int8_plan, "reference")  # type: ignore[attr-defined]
-        return made
+        return Pair(plan, INT8.variants, reference=INT8.reference)
 
     monkeypatch.setattr(plans, "provider", provider)
     params = parameters(torch.bfloat16, [(4, 9)])
@@ -615,7 +612,7 @@ def test_derived_flag_follows_its_hyper() -> None:
     (p,) = parameters(torch.bfloat16, [(4, 9)])
     opt = AdamW([p], weight_decay=0.0)
     assert opt.memory().parameters[0].kernel == "adamw_bfloat16"
-    assert plans.variant(int8_plan, torch.bfloat16, False, (("amsgrad", False), ("has_decay", False))).flags == {
+    assert plans.variant(INT8, torch.bfloat16, False, (("amsgrad", False), ("has_decay", False))).flags == {
         "amsgrad": False,
         "has_decay": False,
     }
@@ -976,7 +973,7 @@ def test_torch_checkpoint_is_encoded(dtype: torch.dtype) -> None:
         want = oracle.state[q]["exp_avg"].float()
         got = dense[i]["exp_avg"]
         assert torch.equal(dense[i]["exp_avg_sq"], oracle.state[q]["exp_avg_sq"].float())
-        if p.numel() < int8_plan.SMALL_NUMEL:
+        if p.numel() < int8.SMALL_NUMEL:
             assert torch.equal(got, want)
         else:
             # half a code of the block's scale, and four roundings on the way there and back
@@ -1286,12 +1283,10 @@ def test_variants_may_share_functions_and_give_the_kernel_scalars_of_its_own() -
         return (3.0,)
 
     alone = Variant("f", "float32", (), ("a", "b"), strict)
-    assert (alone.step_name, alone.kernel_name, alone.codec_name) == ("f", "f", "f")
+    assert alone.kernel_name == "f"
     assert alone.host_for(True) == alone.host_for(False) == (strict, 2)
-    shared = Variant(
-        "f", "float32", (), ("a", "b"), strict, step="s", kernel="k", codec="c", kernel_scalars=("a",), kernel_host=fast
-    )
-    assert (shared.step_name, shared.kernel_name, shared.codec_name) == ("s", "k", "c")
+    shared = Variant("f", "float32", (), ("a", "b"), strict, kernel="k", kernel_scalars=("a",), kernel_host=fast)
+    assert shared.kernel_name == "k"
     assert shared.host_for(False) == (strict, 2)
     assert shared.host_for(True) == (fast, 1)
 

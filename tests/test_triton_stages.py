@@ -317,10 +317,10 @@ def test_fast_codes_are_beside_those_of_strict(spec: Spec, build: Callable[..., 
 def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = importlib.import_module(f"{build(lamb, 'fp32').__module__}.fp32")
-    variant = plan.VARIANTS[0]
+    plan = launch.plans.load(build(lamb, "fp32"), "fp32")
+    variant = plan.variants[0]
     assert launch.able("triton", plan, variant) == "triton"
-    monkeypatch.setattr(launch.plans, "part", lambda *_: ModuleType("empty"))
+    monkeypatch.setattr(launch.plans, "triton", lambda _: ModuleType("empty"))
     assert launch.able("triton", plan, variant) == "reference"
     assert launch.able("cpp", plan, variant) == "cpp"  # whose kernels are another file
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -87,6 +87,7 @@ class ClassRow:
     default_plan: Mapping[str, str]
     rule: tuple[str, ...]  # the lines of the author's function
     rebuild: str
+    own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     blocks: bool = False  # whether its user may say how many blocks of rows a parameter has
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from types import ModuleType
 import torch
 
 from optgen.base.errors import UserError
-from optgen.runtime import cpu, native
+from optgen.driver.eager_text import PLANS
+from optgen.runtime import cpu, native, plans
+from optgen.runtime.join import Pair
 
 AT_ONCE = 8  # libraries per call, between two movements of the progress bar
 
@@ -19,17 +22,22 @@ def kernels_of(out: Path, packages: Iterable[str]) -> list[native.Job]:
     """A job for each kernel of the printed packages ("adamw/int8_split24"), for gradients of the parameter's dtype."""
     jobs: dict[native.Job, None] = {}
     for name in packages:
-        plan = _plan(out / name, name)
-        for variant in plan.VARIANTS:
-            jobs[cpu.job(plan, variant.kernel_name, getattr(torch, variant.param))] = None
+        pair = pair_of(out, *name.split("/"))
+        for variant in pair.variants:
+            jobs[cpu.job(pair, variant.kernel_name, getattr(torch, variant.param))] = None
     return list(jobs)
 
 
-def _plan(folder: Path, name: str) -> ModuleType:
-    """The tables of a printed plan, read from their file: the folder need not be importable."""
-    found = importlib.util.spec_from_file_location(
-        f"_ahead_{name.replace('/', '_')}", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
+def pair_of(out: Path, rule: str, plan: str) -> Pair:
+    """A printed rule under a printed plan, read from their files: the folder need not be importable."""
+    own = out / PLANS / plan
+    record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
+    return plans.joined(_package(out / rule, "records.py").RULES, record, _package(out / rule / plan))
+
+
+def _package(folder: Path, file: str = "__init__.py") -> ModuleType:
+    name = f"_ahead_{folder.parent.name}_{folder.name}"
+    found = importlib.util.spec_from_file_location(name, folder / file, submodule_search_locations=[str(folder)])
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -25,7 +25,8 @@ from pathlib import Path
 from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import eager_text, emit, judge, load, swap, targets
+from optgen.driver import emit, judge, load, swap, targets
+from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -35,7 +36,7 @@ INIT = "__init__.py"
 STUB = "../optgen/optim/__init__.pyi"
 """The types of the ready-made classes, from their generated folder: it belongs to the build of this repository."""
 READY = "../optgen/plans/"
-"""The codec modules of the ready-made plans, likewise."""
+"""The packages of the ready-made plans, likewise."""
 PROCESSES = 2  # more would not help: half of the time is one process' start and the specs it reads
 MANY_JOBS = 4
 
@@ -159,6 +160,7 @@ class Unit:
     spec: Spec
     plans: tuple[Plan, ...]
     listed: tuple[str, ...]
+    own: Mapping[str, str]  # of those the user's: plan -> its package
     reference: str
 
 
@@ -190,7 +192,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
     files = _print(units, maths, backends, project, track)
-    files |= _codecs(units)
+    files |= _plans(units)
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
@@ -207,7 +209,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
     if ready.is_checkout() and out.resolve() == ready.generated_dir() and not request.partial:
-        files |= {STUB: emit.emit_stub(u.spec for u in units)} | _ready_codecs(project)
+        files |= {STUB: emit.emit_stub(u.spec for u in units)} | _ready_plans(project)
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
@@ -247,7 +249,8 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
         if before:
             _refuse_other(spec, project / manifest.specs[name].reference)
-        for other in _left_behind(spec, before, plans, out):
+        kept = {p for p in before if f"{PLANS}/{p}/{INIT}" in manifest.files}  # the user's, when they were built
+        for other in _left_behind(spec, before, kept, plans, out):
             try:
                 plan = load.find_plan(other, project)
             except UserError as error:
@@ -259,7 +262,8 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
                 plans[plan.name] = plan
         everywhere = {*plans, *before}
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
-        units.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec)))
+        own = _packages(p for p in listed if (not is_ready(plans[p]) if p in plans else p in kept))
+        units.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), own, _reference(spec)))
     return units
 
 
@@ -271,13 +275,21 @@ def _refuse_other(spec: Spec, file: Path) -> None:
             raise load.named_twice(spec.name, (*places, spec.loc))
 
 
-def _left_behind(spec: Spec, before: tuple[str, ...], plans: Collection[str], out: Path) -> list[str]:
+def _packages(plans: Iterable[str]) -> dict[str, str]:
+    """Return the packages of a user's plans, as a class beside their folder names them."""
+    return {plan: f"..{PLANS}.{plan}" for plan in plans}
+
+
+def _left_behind(
+    spec: Spec, before: tuple[str, ...], own: Collection[str], plans: Collection[str], out: Path
+) -> list[str]:
     """The plans of a class that were not asked for, where its text was another when they were printed.
 
     A class is one rule: a plan of the rule as it was would train by that under the formula of the new one.
     """
     others = [plan for plan in before if plan not in plans]
-    same = not others or _read(out / spec.name / INIT) == emit.emit_class(spec, before)
+    packages = _packages(p for p in before if p in own)
+    same = not others or _read(out / spec.name / INIT) == emit.emit_class(spec, before, packages)
     return [] if same else others
 
 
@@ -376,6 +388,7 @@ class Job:
     name: str
     plan: str
     listed: tuple[str, ...]
+    own: Mapping[str, str]
     maths: Maths
     backends: tuple[str, ...]
     project: Path
@@ -385,7 +398,8 @@ def _do(job: Job) -> Printed:
     """Path below the generated folder -> text."""
     spec = load.find_spec(job.spec, job.project)
     if not job.plan:
-        return {f"{spec.name}/{name}": text for name, text in emit.emit_rule(spec, job.listed, job.maths).items()}
+        files = emit.rule_files(spec, job.listed, job.own, job.maths)
+        return {f"{spec.name}/{file}": text for file, text in files.items()}
     plan = load.find_plan(job.plan, job.project)
     files = emit.emit_plan(spec, plan, maths=job.maths)
     left = {file for backend, file in emit.FILES.items() if backend not in job.backends}
@@ -393,17 +407,22 @@ def _do(job: Job) -> Printed:
     return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
 
 
-def _codecs(units: Sequence[Unit]) -> Printed:
-    """The codec modules of the user's plans."""
-    plans = {plan.name: plan for u in units for plan in u.plans if not eager_text.is_ready(plan)}
-    files = {f"{eager_text.PLANS}/{name}/{eager_text.FILE}": eager_text.codec_text(p) for name, p in plans.items()}
-    return dict(sorted(files.items()))
+def _plans(units: Sequence[Unit]) -> Printed:
+    """The packages of the user's plans."""
+    plans = {plan.name: plan for u in units for plan in u.plans if not is_ready(plan)}
+    return {
+        f"{PLANS}/{name}/{file}": text
+        for name, plan in sorted(plans.items())
+        for file, text in emit.plan_files(plan).items()
+    }
 
 
-def _ready_codecs(project: Path) -> Printed:
-    """The codec modules of the ready-made plans, by their path from the repository's generated folder."""
-    found = {name: plan for name, plan in load.plans(project).items() if eager_text.is_ready(plan)}
-    return {f"{READY}{name}/{eager_text.FILE}": eager_text.codec_text(plan) for name, plan in found.items()}
+def _ready_plans(project: Path) -> Printed:
+    """The packages of the ready-made plans, by their path from the repository's generated folder."""
+    found = {name: plan for name, plan in load.plans(project).items() if is_ready(plan)}
+    return {
+        f"{READY}{name}/{file}": text for name, plan in found.items() for file, text in emit.plan_files(plan).items()
+    }
 
 
 def _print(
@@ -414,7 +433,7 @@ def _print(
         reference = f"{u.spec.loc.file}:{u.spec.name}"
         for plan in (None, *u.plans):
             which = "" if plan is None else f"{plan.loc.file}:{plan.name}"
-            jobs.append(Job(reference, u.spec.name, which, u.listed, maths, backends, project))
+            jobs.append(Job(reference, u.spec.name, which, u.listed, u.own, maths, backends, project))
     with _uncollected(), _workers(len(jobs)) as run:
         done = run(jobs)
         out: Printed = {}

@@ -25,6 +25,7 @@ from optgen.driver.project import MATHS
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.runtime import plans as runtime_plans
+from optgen.runtime.join import Pair
 from optgen.runtime.warn import tell
 
 PACKAGE = "_optgen_compiled"
@@ -75,8 +76,8 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
     return made
 
 
-def provide(cls: type, plan: str) -> ModuleType:
-    """The module of a plan that was not built ahead, for a generated or compiled class."""
+def provide(cls: type, plan: str) -> Pair:
+    """A generated or compiled class under a plan that it was not built for."""
     base: Any = cls
     spec = _specs.get(cls.__module__) or load.find_spec(base.SPEC)
     if spec.class_name != cls.__name__:
@@ -85,7 +86,7 @@ def provide(cls: type, plan: str) -> ModuleType:
         made = _class(spec, load.find_plan(plan), "fast")
     except UserError as error:
         raise ValueError(str(error)) from None  # what torch's callers expect of a wrong option
-    return importlib.import_module(f"{made.__module__}.{plan}")
+    return runtime_plans.load(made, plan)
 
 
 def _import(name: str, files: dict[str, str]) -> ModuleType:

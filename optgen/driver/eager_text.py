@@ -1,4 +1,4 @@
-"""The text of the eager reference: one module for each rule, one of codecs for each plan, a record where they meet."""
+"""The text of the eager reference: one module for each rule, one of codecs for each plan."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from optgen.base import ready
 from optgen.driver import targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
-from optgen.driver.targets import Case
 from optgen.formats import floats
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
 from optgen.ir.program import Program, Step
 from optgen.lang.spec import Spec
-from optgen.lower import CodecPrograms, dealt, lower_codec, lower_rule, lower_weight, normalizer, untouched
-from optgen.ops import dtypes, spaces
+from optgen.lower import CodecPrograms, lower_codec, lower_rule, lower_weight
+from optgen.ops import dtypes
 
 FILE = "eager.py"
 PLANS = "plans"
-"""The folder of codec modules, in a generated folder and in this package."""
+"""The folder of plans, in a generated folder and in this package."""
 
 
 # -- rules
@@ -176,30 +175,3 @@ def codec_text(plan: Plan) -> str:
 def is_ready(plan: Plan) -> bool:
     """Return True if a plan's codecs come with the package."""
     return Path(plan.loc.file).resolve().is_relative_to(ready.specs_dir().resolve())
-
-
-def codec_module(plan: Plan, above: str = "..") -> str:
-    """Return the module of a plan's codecs as generated packages import it; `above` leads to the folder of PLANS."""
-    return f"{'optgen.' if is_ready(plan) else above}{PLANS}.{plan.name}.eager"
-
-
-# -- where they meet
-
-
-def record(spec: Spec, case: Case, early: tuple[str, ...]) -> str:
-    """The arguments of a variant's `Eager`; `early`: states that the plan's step stores before it ends."""
-    storage = case.storage
-    own = {s.name for s in spec.states if s.space == spaces.elem}
-    codecs = {} if case.param is dtypes.f32 else {"p": f"weight_{case.param.name}"}
-    codecs |= {n: name for n, fmt in storage.states.items() if n in own and (name := codec_of(storage.plan, fmt))}
-    relative = {name: normalizer(spec, name) for name, fmt in storage.states.items() if fmt.relative}
-    fields, words = dealt(spec, storage, case.flags)
-    given: dict[str, object] = {
-        "codecs": codecs,
-        "relative": relative,
-        "noise": {name: (k, shift) for name, (k, shift, _) in fields.items()},
-        "words": words,
-        "early": early,
-        "still": tuple(sorted(untouched(spec, storage, case.flags))),
-    }
-    return ", ".join(f"{key}={value!r}" for key, value in given.items() if value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -11,15 +11,19 @@ from typing import Any
 import optgen
 from optgen import passes
 from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
-from optgen.driver import eager_text, explain, judge, kernel_text, targets
+from optgen.driver import eager_text, explain, judge, kernel_text, record_text, targets
+from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.pool import Pool, replaced
 from optgen.driver.project import Maths
+from optgen.driver.record_text import Name, written
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan, field_names
-from optgen.ir.program import Program, Stage, Step
+from optgen.formats.plan import Plan
+from optgen.ir.node import postorder
+from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower, matrix_of, needs_matrix
-from optgen.ops import spaces
+from optgen.lower import lower
+from optgen.runtime import records
+from optgen.runtime.records import Temp
 
 FILES = {"triton": "triton_kernels.py", "cpp": "kernels.cpp"}
 """The file that each backend beside the reference adds to a plan's package."""
@@ -101,19 +105,6 @@ def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     return Compiled(spec, case, program, fast)
 
 
-def _nodes(program: Program) -> Any:
-    from optgen.ir.node import postorder
-
-    return postorder(program.roots())
-
-
-def _has_matrices(program: Program, within: Collection[str] = spaces.SMALL) -> bool:
-    """Whether a step sees matrices: in values, in what it leaves as it is, or in a function of them.
-
-    within  the spaces that say so
-    """
-    small = (x.space.name in within for x in (*_nodes(program), *program.buffers))
-    return any(small) or any(n.op == "call" for n in _nodes(program))
 
 
 def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths: Maths) -> str:
@@ -129,7 +120,7 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
         lines.append(f"#   plan      {plan_file}:{plan.loc.line}  sha256 {targets.digest(plan.loc.file)}")
     lines += [f"#   rebuild   {command}", f"#   explain   optgen explain {spec.name} --plan {plan.name}", "#"]
     first = next((c for c in compiled if c.case.param.torch == "bfloat16" and not c.case.small), compiled[0])
-    lines += [f"#   {line}".rstrip() for line in explain.storage_lines(spec, first.case.storage)]
+    lines += [f"#   {line}".rstrip() for line in explain.storage_lines(explain.memory(spec, first.case.storage))]
     most = max(compiled, key=lambda c: (not c.case.small, c.case.param == first.case.param, len(c.fast.sweeps)))
     read, written = most.fast.traffic
     count = len(most.fast.sweeps)
@@ -144,20 +135,16 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
 
 
 def emit_plan(
-    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None, above: str = "..."
+    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
 ) -> dict[str, str]:
-    """File name -> text of generated/<spec>/<plan>/.
-
-    cases  those to generate, all of them by default
-    above  leads from the package to the folder with the codecs of a user's plans
-    """
+    """File name -> text of generated/<spec>/<plan>/.  `cases`: those to generate, all of them by default."""
     compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
     scalars, kernels = Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     cpp_parts = Pool()  # of steps that take several stages
     cpp_steps: dict[str, list[str]] = {}
     source = f"{targets.source_name(spec.loc.file)}"
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
     whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
     tiles, limits = functions.tiles, functions.limits
     names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
@@ -176,9 +163,8 @@ def emit_plan(
             numbers[wanted] = list(read)
             memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
-        rule = eager_text.rule_step(spec, c.case.flags)
-        strict, fast = (partial(host.scalars_function, kernel_text.host_program(x), unpack) for x in (rule, c.fast))
-        strict_host, fast_host = scalars.add("host_scalars", strict), scalars.add("kernel_scalars", fast)
+        function = partial(host.scalars_function, kernel_text.host_program(c.fast), unpack)
+        fast_host = scalars.add("kernel_scalars", function)
         if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines
             kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
@@ -186,8 +172,7 @@ def emit_plan(
                 names |= functions.add(c.fast, kernel_name, source, lines)
                 helpers |= set(triton_stages.needs(c.fast))
                 cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
-            row = _variant_row(spec, c, wanted, strict_host, fast_host, kernel_name)
-            rows.append(row | {"stages": _stage_rows(c.fast, kernel_name, names)})
+            rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
             continue
         (only,) = c.fast.stages
         kernel_name = printed.get(id(only.schedule), "")
@@ -198,7 +183,7 @@ def emit_plan(
             limits[kernel_name] = triton.registers(only.schedule)
             if kernel_name not in cpp_kernels:
                 cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
-        rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, kernel_name))
+        rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "triton", "cpp")}
     single = [c.fast.stages[0].schedule for c in compiled if not c.fast.in_stages]
@@ -207,11 +192,10 @@ def emit_plan(
             "plan.py.j2",
             header=head["tables"],
             scalar_names=scalar_names,
-            small_numel=plan.small_numel,
-            codecs=eager_text.codec_module(plan, above),
             discouraged=judge.discouraged(spec, [c.case for c in compiled]),
             functions=scalars.functions,
-            variants=rows,
+            kernels=list(written("KERNELS = ", rows)),
+            records=[name for name in ("Stage", "Temp") if any(name.lower() + "s" in row for row in rows.values())],
         ),
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
@@ -246,100 +230,36 @@ def _cpp_step(step: Step, name: str, source: str, parts: Pool) -> list[str]:
     return cpp_stages.whole(step, name, names)
 
 
-def _nonneg(spec: Spec, case: Case) -> set[str]:
-    """Names of the fields of which no number may be negative, as floats; a nonnegative state's first one stands for
-    the state."""
-    found = set()
-    for state in spec.present(case.flags):
-        fields = case.storage.states[state.name].fields()
-        names = field_names(state.name, fields)
-        found |= {names[suffix] for suffix, f in fields.items() if f.nonneg and f.dtype.is_float}
-        found |= {next(iter(names.values()))} if state.nonneg else set()
+def _kernels(step: Step, kernel: str, function: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """The kernels of a variant: see `Variant`.  `names`: stages' kernels, of equal ones the first one's."""
+    scalars = tuple(let.name for let in step.host)
+    found: dict[str, Any] = dict(kernel=kernel, kernel_scalars=scalars, kernel_host=Name(function))
+    if step.in_stages:
+        found |= dict(temps=tuple(_temp(step, b) for b in step.temps))
+        found |= dict(stages=tuple(_stage(s, names[f"{kernel}_{k + 1}"]) for k, s in enumerate(step.stages)))
     return found
 
 
-def _held(case: Case, name: str) -> str:
-    """What a field's integers may be, as arguments of its row."""
-    f = case.storage.fields()[name]
-    if f.most is None:
-        return ""
-    return f", least={f.least}, most={f.most}" + (f", low={f.low:#x}" if f.low else "")
+def _temp(step: Step, b: Buffer) -> Temp:
+    if b.role != "partial":
+        return Temp(b.name, b.space.name)
+    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
+    return Temp(b.name, b.space.name, b.reduction, source)
 
 
-def _variant_row(
-    spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, kernel: str
-) -> dict[str, Any]:
-    program = c.program
-    rule = eager_text.rule_step(spec, c.case.flags)
-    elements = {s.name for s in spec.states if s.space == spaces.elem}
-    matrix = matrix_of(spec, c.case.flags, c.case.storage)
-    nonneg = _nonneg(spec, c.case)
-    fields = []
-    for b in program.buffers:
-        if b.role in ("param", "grad"):
-            continue
-        zero, per = c.case.storage.fields()[b.name].zero, f"per={b.space.size or 1}"
-        if b.dtype.packed:
-            zero = int(zero) * (255 // ((1 << b.dtype.bits) - 1))  # the same code everywhere in the byte
-            per = f"per=8, width={b.dtype.bits}"
-        where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
-        where += f', matrix="{matrix}"' if where and matrix != "last" else ""
-        where += ", shared=True" if where and b.owner in elements else ""
-        where += ", nonneg=True" if b.name in nonneg else ""
-        where += _held(c.case, b.name)
-        fields.append(
-            f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
-        )
-    starts: Mapping[str, Any] = {s.name: s.init for s in spec.present(c.case.flags) if s.init != 0.0}
-    elsewhere = needs_matrix(spec, c.case.flags) and not _has_matrices(program, ("row", "col", "mat"))
-    return dict(
-        function=name,
-        step=eager_text.function_of(spec, c.case.flags),
-        kernel=kernel,
-        eager=eager_text.record(spec, c.case, c.fast.early),
-        param=c.case.param.torch,
-        small=c.case.small,
-        vector=c.case.vector,
-        flags=dict(c.case.flags),
-        fields=fields,
-        scalars=tuple(let.name for let in rule.host),
-        host=strict_host,
-        kernel_scalars=tuple(let.name for let in c.fast.host),
-        kernel_host=fast_host,
-        block=program.block,
-        stochastic=any(n.op == "key" for n in _nodes(program)),
-        host_states=program.host_states,
-        init=dict(starts),
-        rows=elsewhere,
-        matrix=matrix if elsewhere or _has_matrices(program) else "last",
-        temps=[kernel_text.temp_row(c.fast, b) for b in c.fast.temps],
-        stages=[],
-    )
-
-
-def _stage_rows(step: Step, kernel: str, names: Mapping[str, str]) -> list[str]:
-    return [_stage_row(s, names[f"{kernel}_{k + 1}"]) for k, s in enumerate(step.stages)]
-
-
-def _stage_row(stage: Stage, kernel: str) -> str:
+def _stage(stage: Stage, kernel: str) -> records.Stage:
     program = stage.schedule.program
     if stage.call:
         (buffer,) = program.buffers
-        (call,) = (n for n in _nodes(program) if n.op == "call")
+        (call,) = (n for n in postorder(program.roots()) if n.op == "call")
         given = tuple(a.attr for a in call.args[1:])
-        return (
-            f'Stage("{stage.call}", "call", {stage.level}, {stage.scalars!r}, '
-            f"temps={(buffer.name,)!r}, given={given!r})"
-        )
+        return records.Stage(stage.call, "call", stage.level, stage.scalars, (buffer.name,), given=given)
     temps = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
     matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
-    return (
-        f'Stage("{kernel}", "{stage.space.name}", {stage.level}, {stage.scalars!r}, temps={temps!r}, '
-        f"matrices={matrices}, block={program.block})"
-    )
+    return records.Stage(kernel, stage.space.name, stage.level, stage.scalars, temps, matrices, program.block)
 
 
-def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
+def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
     """What the wrapper's template needs, without the spec itself."""
     hypers = tuple(
         wrapper.HyperRow(
@@ -365,6 +285,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         hypers=hypers,
         flags=flags,
         plans=plans,
+        own=own,
         default_plan=defaults,
         rule=spec.source.body,
         rebuild=f"optgen build {spec.name}",
@@ -385,35 +306,39 @@ def _evaluation(spec: Spec) -> tuple[str, ...]:
 def emit_package(
     spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
 ) -> dict[str, str]:
-    """Path -> text of a package of its own: the class, its eager rule, one plan, and the plan's codecs if they are the
+    """Path -> text of a package of its own: the class, its rule, one plan, and the plan's package if it is the
     user's."""
-    files = emit_rule(spec, (plan.name,), maths)
-    made = emit_plan(spec, plan, maths=maths, cases=cases, above="..")
-    files |= {f"{plan.name}/{name}": text for name, text in made.items()}
-    if not eager_text.is_ready(plan):
-        files[f"{eager_text.PLANS}/{plan.name}/{eager_text.FILE}"] = eager_text.codec_text(plan)
-    return files
+    own = {} if is_ready(plan) else plan_files(plan)
+    files = rule_files(spec, (plan.name,), {plan.name: f".{PLANS}.{plan.name}"} if own else {}, maths)
+    files |= {f"{plan.name}/{name}": text for name, text in emit_plan(spec, plan, maths=maths, cases=cases).items()}
+    return files | {f"{PLANS}/{plan.name}/{name}": text for name, text in own.items()}
 
 
-def emit_rule(spec: Spec, plans: tuple[str, ...], maths: Maths = "fast") -> dict[str, str]:
-    """File name -> text of generated/<spec>/, beside the folders of its plans."""
+def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> dict[str, str]:
+    """Return file name -> text of what a rule has for all plans: the class, its records, its eager text."""
     return {
-        "__init__.py": emit_class(spec, plans),
+        "__init__.py": emit_class(spec, plans, own),
+        record_text.RULE: record_text.rule_text(spec),
         eager_text.FILE: eager_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
     }
 
 
-def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:
-    """The text of generated/<spec>/__init__.py."""
-    row = class_row(spec, plans)
+def plan_files(plan: Plan) -> dict[str, str]:
+    """Return file name -> text of a plan's package: its record and its codecs."""
+    return {record_text.PLAN: record_text.plan_text(plan), eager_text.FILE: eager_text.codec_text(plan)}
+
+
+def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> str:
+    """The text of generated/<spec>/__init__.py; `own`: the user's plans and their packages."""
+    row = class_row(spec, plans, own)
     doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
     return wrapper.render("optim.py.j2", c=row, doc=doc)
 
 
 def emit_stub(specs: Iterable[Spec]) -> str:
     """Return the text of optgen/optim/__init__.pyi: the classes of these specs with their constructors' types."""
-    rows = sorted((class_row(spec, ("fp32",)) for spec in specs), key=lambda row: row.name)
+    rows = sorted((class_row(spec, ("fp32",), {}) for spec in specs), key=lambda row: row.name)
     return wrapper.render("optim.pyi.j2", classes=rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower
-from optgen.ops import spaces
+from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
@@ -91,15 +91,30 @@ def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
         return ""
 
 
-def storage_lines(spec: Spec, storage: Storage) -> list[str]:
-    """The storage table as plain lines, for the header of a generated file."""
-    rows = memory(spec, storage)
+def of_plan(plan: Plan) -> list[Kept]:
+    """Return a row for the weight in each narrow dtype, and for each format that keeps states."""
+    rows = []
+    for param in (dtypes.bf16, dtypes.f16):
+        size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
+        weight = _bound(lambda param=param: bounds.master_bound(plan.master, param))
+        rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *weight))
+    roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
+    for role, fmt in {**roles, **plan.overrides}.items():
+        for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
+            if name == role or kept != fmt:
+                error, valid = _bound(lambda fmt=kept: bounds.one_step_bound(fmt))
+                rows.append(Kept(name, str(kept), kept.bytes_per_param, error, valid))
+    return rows
+
+
+def storage_lines(rows: Sequence[Kept]) -> list[str]:
+    """Return the rows as plain lines, for the head of a generated file."""
     names = max(len(r.name) for r in rows)
-    lines = [f"per {storage.param.torch} parameter: {sum(r.bytes for r in rows):g} B between steps"]
+    lines = []
     for r in rows:
-        lines.append(f"  {r.name:<{names}}  {r.bytes:g} B  {r.stored}")
+        lines.append(f"{r.name:<{names}}  {r.bytes:g} B  {r.stored}")
         what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
-        indent = " " * (names + 4)
+        indent = " " * (names + 2)
         lines += textwrap.wrap(
             what + (f"; {r.valid}" if r.valid else ""), 112, initial_indent=indent, subsequent_indent=indent,
             break_long_words=False, break_on_hyphens=False,

@@ -1,9 +1,9 @@
 """Spec + storage -> Program: the only room that sees both halves."""
 
 from optgen.lower.codec import CodecPrograms, lower_codec, lower_weight
-from optgen.lower.program import dealt, lower, lower_rule, matrix_of, needs_matrix, normalizer, untouched
+from optgen.lower.program import differing, lower, lower_rule, matrix_of, needs_matrix, normalizer, untouched
 
 __all__ = [
-    "CodecPrograms", "dealt", "lower", "lower_codec", "lower_rule", "lower_weight", "matrix_of", "needs_matrix",
+    "CodecPrograms", "differing", "lower", "lower_codec", "lower_rule", "lower_weight", "matrix_of", "needs_matrix",
     "normalizer", "untouched",
 ]  # fmt: skip

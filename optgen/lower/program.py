@@ -16,9 +16,8 @@ from optgen.ir.program import Buffer, Kept, Let, Program, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
-from optgen.lower import noise as noises
 from optgen.lower.naming import Recorder
-from optgen.lower.noise import Word, deal
+from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -112,29 +111,24 @@ def _settled(same: frozenset[str], pairs: Collection[tuple[str, str]]) -> frozen
     return same
 
 
-def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
-    """What some steps do not store, or make in another way: multiples of a hyper-parameter, or all that are none.
+def differing(spec: Spec, flags: Mapping[str, bool]) -> frozenset[str]:
+    """Return the states (and "p") that some steps make in another way: multiples of a hyper-parameter, or the others.
 
     Of what a step resets, or takes from elsewhere, the noise of the steps between two such ones is all that counts.
     """
-    settings = list(spec.at_steps(flags))
-    made = [{"p": trace.p, **trace.states} for trace in map(spec.trace, settings)]
-    other = {name for new in made for name, node in new.items() if node is not made[0].get(name)}
-    return frozenset(other).union(*(untouched(spec, storage, found) for found in settings))
+    made = [{"p": trace.p, **trace.states} for trace in map(spec.trace, spec.at_steps(flags))]
+    return frozenset(name for new in made for name, node in new.items() if node is not made[0].get(name))
+
+
+def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
+    """Return what some steps do not store, or make in another way."""
+    return differing(spec, flags).union(*(untouched(spec, storage, found) for found in spec.at_steps(flags)))
 
 
 def _wants(spec: Spec, storage: Storage, still: Collection[str]) -> dict[str, int]:
     """Random bits that each state and the weight want, in the order in which they are dealt out."""
     wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
     return {**wants, "p": storage.master.noise_bits(storage.param)}
-
-
-def dealt(
-    spec: Spec, storage: Storage, flags: Mapping[str, bool]
-) -> tuple[dict[str, tuple[int, int, int]], tuple[Word, ...]]:
-    """(word, shift, bits) of every value that a step rounds stochastically, and how the words are made."""
-    fields, words = noises.dealt(_wants(spec, storage, untouched(spec, storage, flags)), _rare(spec, storage, flags))
-    return fields, tuple(words)
 
 
 def _encode_all(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from types import ModuleType
 from typing import Any
 
 
@@ -31,10 +30,9 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def _compile_plan(cls: type, plan: str) -> ModuleType:
+def _compile_plan(cls: type, plan: str) -> Any:
     """A plan that was not built ahead: the compiler is loaded when the first one is asked for."""
-    made: ModuleType = importlib.import_module("optgen.driver.compile").provide(cls, plan)
-    return made
+    return importlib.import_module("optgen.driver.compile").provide(cls, plan)
 
 
 def __dir__() -> list[str]:

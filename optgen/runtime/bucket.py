@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from optgen.runtime import layout, low_bits, plans, sharding, state
 from optgen.runtime.control import Step
+from optgen.runtime.join import Pair
 from optgen.runtime.records import Variant
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -35,7 +35,7 @@ class Bucket:
     """
 
     group: int
-    plan: ModuleType
+    plan: Pair
     variant: Variant
     backend: Backend
     device: torch.device

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from optgen.runtime import blocks, keys, layout, low_bits, options, overrides, plans, sharding, state
 from optgen.runtime.arena import Arena
+from optgen.runtime.join import Pair
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.reader import reader
 from optgen.runtime.records import Field, Variant, as_float, in_blocks
@@ -86,7 +87,7 @@ def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, e
     """Return a parameter's saved state with codes under the names of their fields, not of the state (format 3)."""
     if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
         return entry
-    codes = _codes(plans.chosen(cls, group, p.dtype, label).module)
+    codes = _codes(plans.chosen(cls, group, p.dtype, label).pair)
     found = {
         key: f.name
         for key, value in entry.items()
@@ -99,10 +100,9 @@ def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, e
 
 
 @lru_cache(maxsize=256)
-def _codes(plan: ModuleType) -> dict[str, Field]:
+def _codes(plan: Pair) -> dict[str, Field]:
     """Return the fields that hold codes, by the names of their states."""
-    variants: Sequence[Variant] = plan.VARIANTS
-    return {f.owner: f for v in variants for f in v.fields if f.name == f"{f.owner}_codes"}
+    return {f.owner: f for v in plan.variants for f in v.fields if f.name == f"{f.owner}_codes"}
 
 
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
@@ -126,14 +126,13 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
 def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
     """Return the keys of a parameter's state under its plan, for any setting of the flags."""
     trained = p.dtype in overrides.TRAINED
-    return _fields(plans.chosen(cls, group, p.dtype, label).module) if trained else frozenset()
+    return _fields(plans.chosen(cls, group, p.dtype, label).pair) if trained else frozenset()
 
 
 @lru_cache(maxsize=256)
-def _fields(plan: ModuleType) -> frozenset[str]:
+def _fields(plan: Pair) -> frozenset[str]:
     """Return the keys of the states of all variants of a plan."""
-    variants: Sequence[Variant] = plan.VARIANTS
-    return frozenset(["step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))])
+    return frozenset(["step", *(name for v in plan.variants for name in (*v.host_names, *(f.name for f in v.fields)))])
 
 
 def _listed(group: Mapping[str, Any], key: str) -> set[str]:
@@ -605,7 +604,7 @@ def select(
     p: Tensor,
     name: plans.Label | None = None,
     kept: Mapping[str, Any] | None = None,
-) -> tuple[str, ModuleType, Variant]:
+) -> tuple[str, Pair, Variant]:
     """Return (plan name, plan, variant) of a parameter under the options of its group.
 
     name   the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its
@@ -615,10 +614,10 @@ def select(
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
-    found = plans.variant(chosen.module, p.dtype, small, flags, vector)
+    found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
     count = blocks.of(cls, group).get(name) if name is not None else None
     found = blocks.seen(found, p, count)
-    return chosen.name, chosen.module, found if kept is None else held(cls, group, p, name, found, kept)
+    return chosen.name, chosen.pair, found if kept is None else held(cls, group, p, name, found, kept)
 
 
 def held(
@@ -635,8 +634,8 @@ def held(
     switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
     chosen = plans.chosen(cls, group, p.dtype, name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2
-    settings = {tuple(v.flags.items()) for v in chosen.module.VARIANTS if v.param == variant.param}
-    beside = [plans.variant(chosen.module, p.dtype, small, setting, vector) for setting in sorted(settings)]
+    settings = {tuple(v.flags.items()) for v in chosen.pair.variants if v.param == variant.param}
+    beside = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in sorted(settings)]
     owners = {f.name: f.owner for v in beside for f in v.fields if f.owner != "p"}
     owners.update((name, name) for v in beside for name in v.states)
     there = {owners[key] for key in kept if key in owners}
@@ -682,7 +681,7 @@ class _Source(NamedTuple):
     where    the parameter and its plan, as misfits call it
     """
 
-    plan: ModuleType
+    plan: Pair
     variant: Variant
     target: Tensor
     p: Tensor
@@ -822,7 +821,7 @@ def _write_later(
 
 
 def _encode_apart(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     parts: sharding.Parts,
@@ -842,7 +841,7 @@ def _encode_apart(
 
 
 def _keep_codes(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     values: Mapping[str, Tensor],
@@ -876,7 +875,7 @@ def _keep_codes(
 
 
 def _true_rounding(
-    plan: ModuleType, variant: Variant, p: Tensor, made: Mapping[str, Any]
+    plan: Pair, variant: Variant, p: Tensor, made: Mapping[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (p, its new value) if p was cast from the weight whose low bits are in `made`.
 
@@ -984,7 +983,7 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
     return state.zeros(f, p, arena).copy_(value.detach())
 
 
-def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+def dense_entry(plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state in torch.optim's form: fp32 tensors under the states' names, `step` as a tensor."""
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:

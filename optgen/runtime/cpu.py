@@ -17,12 +17,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from optgen.runtime import native, staged, workspace
 from optgen.runtime.bucket import Bucket
+from optgen.runtime.join import Pair
 from optgen.runtime.records import EIGHT, Field, Variant, dtype_name
 
 SERIAL = 64 * 1024
@@ -33,19 +33,19 @@ Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
 
 
 @functools.cache
-def source(plan: ModuleType) -> str | None:
-    """The plan's C++ kernels: `kernels_cpp` of a module made in memory, else kernels.cpp in its package."""
-    text = getattr(plan, "kernels_cpp", None)
+def source(plan: Pair) -> str | None:
+    """The C++ kernels of a pair: `kernels_cpp` of a module made in memory, else kernels.cpp in the package."""
+    text = getattr(plan.kernels, "kernels_cpp", None)
     if isinstance(text, str):
         return text
-    for folder in getattr(plan, "__path__", ()):
+    for folder in getattr(plan.kernels, "__path__", ()):
         path = Path(folder) / "kernels.cpp"
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None
 
 
-def job(plan: ModuleType, kernel: str, grad: torch.dtype) -> native.Job:
+def job(plan: Pair, kernel: str, grad: torch.dtype) -> native.Job:
     """The library that holds one kernel of a plan, for gradients of that dtype."""
     text = source(plan)
     assert text is not None
@@ -69,7 +69,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     variant, said = bucket.variant, layout()
     wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
-        return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
+        return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.name} was imported")
     function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _MASK = 2**64 - 1
@@ -26,6 +26,65 @@ PLACE = 8
 WINDOW = 1 << PLACE
 """Steps over which the noise of an element is one evenly spread sequence."""
 
+M1, M2, M3 = 0x7FEB352D, 0x846CA68B, 0x9E3779B1
+SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
+
+Word = tuple[int, tuple[tuple[int, int], ...], bool]
+"""The recipe of a word of random bits: the factor of the step's place, the (shift, bits) of its fields of fewer than
+PLACE bits, True if each step hashes anew."""
+
+
+def salt(k: int) -> int:
+    """Return what sets the k-th word of an element apart: the four above, then multiples of the golden ratio."""
+    return SALTS[k] if k < len(SALTS) else (2 * k + 1) * M3 & 0xFFFFFFFF
+
+
+def places(shares: Iterable[tuple[int, int]]) -> int:
+    """Return the factor that puts a step's place in its window on top of each field (shift, bits) of a word."""
+    return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)
+
+
+def deal(
+    wants: Mapping[str, int], rare: Collection[str] = ()
+) -> tuple[dict[str, tuple[int, int, int]], tuple[Word, ...]]:
+    """Return (word, shift, bits) of each value that wants bits, first come first served, and the recipes of the words.
+
+    A new word begins where 32 bits run out.  The first field of a word takes its top bits and the last one its bottom
+    bits: the one needs only a shift, the other only a mask.
+
+    rare  values that some steps do not store, or make anew; they have words of their own, drawn anew at each.  Of a
+          window they would see some places only, at every second step those of the same half of the range: rounding
+          would lean to one side for a whole window.
+    """
+    often = _shares({name: bits for name, bits in wants.items() if name not in rare})
+    anew = _shares({name: bits for name, bits in wants.items() if name in rare})
+    out: dict[str, tuple[int, int, int]] = {}
+    words: list[Word] = []
+    for k, share in enumerate(often + anew):
+        fields: dict[str, tuple[int, int]] = {}
+        top = 32
+        for name, bits in share.items():
+            top -= bits
+            last = len(share) > 1 and name == list(share)[-1]
+            fields[name] = 0 if last else top, bits
+        narrow = tuple(f for f in fields.values() if f[1] < PLACE)
+        words.append((places(fields.values()), narrow, False) if k < len(often) else (0, (), True))
+        out |= {name: (k, shift, bits) for name, (shift, bits) in fields.items()}
+    return out, tuple(words)
+
+
+def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return, for each word, the values that share it and their bits."""
+    shares: list[dict[str, int]] = []
+    for name, bits in wants.items():
+        if bits > 32:
+            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
+        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
+            shares.append({})
+        if bits:
+            shares[-1][name] = bits
+    return shares
+
 
 def _mix(z: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): a bijection of 64 bits that avalanches."""
@@ -34,8 +93,9 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+def signed(word: int) -> int:
+    """Return the int32 with the low 32 bits of `word`."""
+    return (word + 2**31 & 2**32 - 1) - 2**31
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,7 +103,7 @@ def step_key(seed: int, step: int) -> int:
     """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
     stream = _mix((seed + _GOLDEN) & _MASK)
     word = _mix((stream + (step >> PLACE) * _GOLDEN) & _MASK) >> 32
-    return _signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
+    return signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
 
 
 def _wrapped(word: int) -> int:
@@ -61,7 +121,7 @@ def stream_key(parameter: str | int) -> int:
     """32 bits for a parameter: its name, or its position over all groups."""
     if isinstance(parameter, str):
         return int.from_bytes(hashlib.blake2b(parameter.encode(), digest_size=4).digest(), "little", signed=True)
-    return _signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)
+    return signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)
 
 
 Label = str | int

@@ -40,6 +40,7 @@ from optgen.runtime import (
     workspace,
 )
 from optgen.runtime.bucket import Backend, Bucket
+from optgen.runtime.join import Pair
 from optgen.runtime.records import Variant
 from optgen.runtime.warn import tell, warn
 from optgen.runtime.workspace import Workspace, matrices
@@ -357,12 +358,12 @@ class Launcher:
                     columns, names = now[2], bucket.variant.names
                     old = Tables(now, [], cpu.table(rows(columns, now[0], now[1], now[3]), len(names)))
                 elif bucket.variant.stages:
-                    kernels = plans.part(bucket.plan, "triton_kernels")
+                    kernels = plans.triton(bucket.plan)
                     kept = old.staged if old else None
                     made = stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows)
                     old = Tables(now, [], staged=made, scalars=old.scalars if old else None)
                 else:
-                    kernels = plans.part(bucket.plan, "triton_kernels")
+                    kernels = plans.triton(bucket.plan)
                     numbers = old.numbers if old else workspace.numbers(kernels, bucket.variant, bucket.device)
                     launches = self._build(bucket, now, old, numbers)
                     old = Tables(now, launches, scalars=old.scalars if old else None, numbers=numbers)
@@ -412,7 +413,7 @@ class Launcher:
 
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]) -> list[Launch]:
         block, function = bucket.variant.block, bucket.variant.kernel_name
-        kernels = plans.part(bucket.plan, "triton_kernels")
+        kernels = plans.triton(bucket.plan)
         tile, per_item = _tuning.sizes(kernels, function)
         shapes, streams, columns, places, _ = now
         columns = [*columns, *_of_numbers(numbers, len(shapes))]
@@ -477,7 +478,7 @@ class _Kernels(ABC):
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         self.tables, self.device, self.grad = tables, bucket.device, _grad(bucket)
-        self.module = plans.part(bucket.plan, "triton_kernels")
+        self.module = plans.triton(bucket.plan)
         self.variant = bucket.variant
         self._following: list[_Following] | None = None
 
@@ -606,7 +607,7 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     plan = tables.staged
     assert plan is not None
-    own, grad = plans.part(bucket.plan, "triton_kernels"), _grad(bucket)
+    own, grad = plans.triton(bucket.plan), _grad(bucket)
     told = functools.partial(_limits, own, bucket.device)
 
     def kernels(begin: int, end: int) -> None:
@@ -618,9 +619,8 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
 
 
 @functools.cache
-def _tell_compiling(plan: ModuleType) -> None:
-    name = plan.__name__.rpartition(".")[2]
-    tell(f"loading the Triton kernels of plan {name}; those new to this machine are compiled, which takes seconds")
+def _tell_compiling(plan: Pair) -> None:
+    tell(f"loading the Triton kernels of plan {plan.name}; those new to this machine are compiled, which takes seconds")
 
 
 @functools.cache
@@ -640,7 +640,7 @@ def meaning(option: str) -> str:
     return asked
 
 
-def choose(option: str, device: torch.device, plan: ModuleType) -> Backend:
+def choose(option: str, device: torch.device, plan: Pair) -> Backend:
     """What a group's `backend` option means for tensors on that device; errors say what is missing."""
     option = meaning(option)
     if option == "reference":
@@ -650,12 +650,12 @@ def choose(option: str, device: torch.device, plan: ModuleType) -> Backend:
     return "triton" if _choose_triton(option, device, plan) else "reference"
 
 
-def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
+def _choose_cpp(asked: bool, device: torch.device, plan: Pair) -> Backend:
     if device.type != "cpu":
         raise RuntimeError(f"backend='cpp' does not run on {device.type} tensors")
     if cpu.source(plan) is None:
         if asked:
-            raise RuntimeError(f"backend='cpp', but plan {plan.__name__!r} was built without C++ kernels")
+            raise RuntimeError(f"backend='cpp', but plan {plan.name!r} was built without C++ kernels")
         return "reference"
     if native.compiler() is None:
         if asked:
@@ -665,12 +665,12 @@ def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
     return "cpp"
 
 
-def able(backend: Backend, plan: ModuleType, variant: Variant) -> Backend:
+def able(backend: Backend, plan: Pair, variant: Variant) -> Backend:
     """The backend, or eager torch where it has no kernels for a step of several stages."""
     if not variant.stages or backend in ("reference", "cpp"):
         return backend
     kernels = [s.kernel for s in variant.stages if s.space != "call"]
-    if backend == "triton" and hasattr(plans.part(plan, "triton_kernels"), kernels[0]):
+    if backend == "triton" and hasattr(plans.triton(plan), kernels[0]):
         return backend
     return "reference"
 
@@ -695,16 +695,16 @@ def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
             bucket.backend = "reference"
 
 
-def _choose_triton(option: str, device: torch.device, plan: ModuleType) -> bool:
-    able = device.type == "cuda" and installed() and plans.has_part(plan, "triton_kernels")
+def _choose_triton(option: str, device: torch.device, plan: Pair) -> bool:
+    able = device.type == "cuda" and installed() and plans.has_triton(plan)
     if able or option == "auto":
         if device.type == "cuda" and not able:
-            _warn_slow("triton is not installed" if not installed() else f"{plan.__name__} has no Triton kernels")
+            _warn_slow("triton is not installed" if not installed() else f"{plan.name} has no Triton kernels")
         return able
     if not installed():
         raise RuntimeError("backend='triton', but triton is not installed")
-    if not plans.has_part(plan, "triton_kernels"):
-        raise RuntimeError(f"backend='triton', but plan {plan.__name__!r} was built without Triton kernels")
+    if not plans.has_triton(plan):
+        raise RuntimeError(f"backend='triton', but plan {plan.name!r} was built without Triton kernels")
     if device.type == "cpu" and interpreted():
         return True
     raise RuntimeError(f"backend='triton' does not run on {device.type} tensors (on the CPU: TRITON_INTERPRET=1)")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optgen.runtime import plans
+from optgen.runtime.join import Pair
 from optgen.runtime.records import Field, Matrix, Variant, dtype_name
 
 CHUNK = 2**24
@@ -150,7 +150,7 @@ def empty_field(field: Field, shape: torch.Size, device: torch.device) -> Tensor
 
 
 def encode(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     values: Mapping[str, Tensor | float],
@@ -242,7 +242,7 @@ def _decode_whole(
 
 
 def decode(
-    plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
+    plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
     shape = p.shape
@@ -271,7 +271,7 @@ def decode(
 
 
 def first(
-    plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
+    plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
 ) -> dict[str, Tensor]:
     """The first values of what `decode` gives for element-wise states: 1-D, whole blocks of the first row that make up
     `least` elements, or the row.  For p with elements."""

@@ -142,7 +142,7 @@ class Chunk:
         groups, cls = optimizer.param_groups, type(optimizer)
         found = {id(plan): plan for m in members for plan in [checkpoint.select(cls, groups[m.number], m.p, m.name)[1]]}
         self.stepped = False  # of one that stays, in the step that is under way
-        self.stored = frozenset(f.name for plan in found.values() for v in plan.VARIANTS for f in v.fields)
+        self.stored = frozenset(f.name for plan in found.values() for v in plan.variants for f in v.fields)
 
     def open(self, optimizer: Optimizer) -> None:
         """Options and states as they are now."""
@@ -471,7 +471,7 @@ def needs_model(optimizer: Optimizer, member: Member) -> bool:
     """Whether a parameter's update needs sums over the model, at any step."""
     group = optimizer.param_groups[member.number]
     _, plan, variant = checkpoint.select(type(optimizer), group, member.p, member.name)
-    found = [v for v in plan.VARIANTS if v.param == variant.param]
+    found = [v for v in plan.variants if v.param == variant.param]
     return any(v.model_temps or any(f.space == "model" for f in v.fields) for v in found)
 
 

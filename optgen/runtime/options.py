@@ -132,7 +132,7 @@ def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -
     dtypes = list(dict.fromkeys(p.dtype for p in params if p.requires_grad))
     for dtype in dtypes:
         plan = plans.load(cls, plans.plan_name(cls, option, dtype))
-        if dtype_name(dtype) not in {v.param for v in plan.VARIANTS}:
+        if dtype_name(dtype) not in plan.dtypes:
             plans.variant(plan, dtype, False, ())  # raises, saying what the plan was built for
     if isinstance(option, str) or not dtypes:
         return option

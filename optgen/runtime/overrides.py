@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime import plans
+from optgen.runtime.join import Pair
 from optgen.runtime.records import dtype_name
 
 FP32 = "fp32"
@@ -301,14 +302,14 @@ def settled(cls: type, option: plans.PlanOption, value: str, dtype: torch.dtype)
 
 
 def _refuse_missing(cls: type, name: str, dtype: torch.dtype) -> None:
-    module = plans.load(cls, name)
-    if dtype_name(dtype) not in {v.param for v in module.VARIANTS}:
-        plans.variant(module, dtype, False, ())  # raises, saying what the plan was built for
+    pair = plans.load(cls, name)
+    if dtype_name(dtype) not in pair.dtypes:
+        plans.variant(pair, dtype, False, ())  # raises, saying what the plan was built for
 
 
-def _keeps_fp32(module: Any, dtype: torch.dtype) -> bool:
+def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
     """Whether small tensors have all of their states as they are, in fp32."""
-    fitting = [v for v in module.VARIANTS if v.param == dtype_name(dtype)]
+    fitting = [v for v in pair.variants if v.param == dtype_name(dtype)]
     small = [v for v in fitting if v.small] or fitting
     plain = all(v.is_plain(name) for v in small for name in v.states)
     return (

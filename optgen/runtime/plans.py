@@ -1,8 +1,8 @@
-"""From (class, plan name) to the plan's module, and from a parameter to its variant.
+"""From (class, plan name) to what a rule is under a plan, and from a parameter to its variant.
 
-A generated class stands in a package; each plan that was built is a module beside it, imported when first
-asked for.  A plan that was not built ahead is asked of `provider`, which the compiler registers where it is
-installed.
+A generated class stands in a package with its rule's records; each plan is a package with its own, and the runtime
+joins them when they are first asked for.  A plan that the class was not built for is asked of `provider`, which the
+compiler registers where it is installed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime import stored
+from optgen.runtime import join, stored
+from optgen.runtime.join import Pair, Reference, RuleRecord
 from optgen.runtime.records import Flag, Variant, dtype_name, in_blocks
 
-provider: Callable[[type, str], ModuleType] | None = None
-"""(class, plan) -> module, for plans that were not built ahead; the module may hold its `reference` and
-`triton_kernels` as attributes.  None: only plans that were built are known."""
+provider: Callable[[type, str], Pair] | None = None
+"""(class, plan) -> pair, for plans that were not built ahead.  None: only plans that were built are known."""
 
-_loaded: dict[tuple[type, str, object], ModuleType] = {}
+known: dict[tuple[type, str], Pair] = {}
+"""(class, plan) -> pair, of those that were built and asked for."""
+
+_made: dict[tuple[type, str, object], Pair] = {}
 
 PlanOption = str | Mapping[str, str] | None
 """A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
 
+
+TRITON = "triton_kernels"
 
 FULL = "fp32_states"
 """In the place of a plan's name: the plan of the group, as it keeps small tensors."""
@@ -46,7 +52,7 @@ class Chosen(NamedTuple):
     """What a parameter is kept under; tensors with fewer than `limit` elements take the variant for small ones."""
 
     name: str
-    module: ModuleType
+    pair: Pair
     limit: int
 
     @property
@@ -63,6 +69,14 @@ def generated_class(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
 
 
+def has_records(cls: type) -> bool:
+    """Return True if the package of a generated class has the records of its rule: version 0.1 generated none."""
+    try:
+        return importlib.util.find_spec(f"{cls.__module__}.records") is not None
+    except ModuleNotFoundError:  # the class is in no package
+        return False
+
+
 def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
     """The plan of a parameter of that dtype under a group's `plan` option."""
     if isinstance(option, str):
@@ -77,25 +91,17 @@ def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
     return defaults[name]
 
 
-def load(cls: type, plan: str) -> ModuleType:
-    """The module of a plan; ValueError with the way to build it where there is none."""
+def load(cls: type, plan: str) -> Pair:
+    """The rule of a class under a plan; ValueError with the way to build it where there is none."""
     base = generated_class(cls)
-    key = (base, plan, provider)
-    if key not in _loaded:
-        _loaded[key] = _find(base, plan)
-    return _loaded[key]
-
-
-def _find(base: Any, plan: str) -> ModuleType:
-    if plan in base.PLANS:
-        name = f"{base.__module__}.{plan}"
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
+    if (base, plan) in known:
+        return known[base, plan]
+    if plan in base.PLANS and (found := _built(base, plan)) is not None:
+        return known.setdefault((base, plan), found)
     if provider is not None:
-        return provider(base, plan)
+        if (base, plan, provider) not in _made:
+            _made[base, plan, provider] = provider(base, plan)
+        return _made[base, plan, provider]
     close = difflib.get_close_matches(plan, base.PLANS, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(
@@ -104,94 +110,101 @@ def _find(base: Any, plan: str) -> ModuleType:
     )
 
 
-def part(module: ModuleType, name: str) -> ModuleType:
-    """`reference` or `triton_kernels` of a plan: an attribute of a module made in memory, else a submodule."""
-    found = getattr(module, name, None)
-    if isinstance(found, ModuleType):
-        return found
-    return importlib.import_module(f"{module.__name__}.{name}")
+def _built(base: Any, plan: str) -> Pair | None:
+    """Return a class under a plan; None where a package of the two is missing."""
+    package = base.OWN_PLANS.get(plan, f"optgen.plans.{plan}")
+    names = importlib.util.resolve_name(package, base.__module__), f"{base.__module__}.{plan}"
+    try:
+        record, kernels = map(importlib.import_module, names)
+    except ModuleNotFoundError as error:
+        if error.name not in names:
+            raise
+        return None
+    functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
+    rules = importlib.import_module(f"{base.__module__}.records").RULES
+    return replace(joined(rules, record, kernels), reference=functions)
 
 
-class Reference(NamedTuple):
-    """The eager functions of a variant, see runtime/stored.py."""
-
-    step: Callable[..., Any]
-    decode: Callable[..., Mapping[str, torch.Tensor]]
-    encode: Callable[..., Mapping[str, torch.Tensor]]
-
-
-def reference(module: ModuleType, variant: Variant) -> Reference:
-    """The eager functions of a variant: its rule's under its plan's codecs, or those of a package that has its own."""
-    if variant.eager is None:
-        own, name = part(module, "reference"), variant.codec_name
-        return Reference(*(getattr(own, f, None) for f in (variant.step_name, f"{name}_decode", f"{name}_encode")))  # type: ignore[arg-type]
-    return _composed(module, variant)
+def joined(rules: tuple[RuleRecord, ...], plan: ModuleType, kernels: ModuleType) -> Pair:
+    """Return the pair of a rule's records and a plan's package, with the kernels that were generated for the two."""
+    found = (v for v in join.variants(rules, plan.PLAN) if v.function in kernels.KERNELS)
+    variants = tuple(replace(v, **kernels.KERNELS[v.function]) for v in found)
+    name, wrong = plan.__name__.rpartition(".")[2], getattr(kernels, "DISCOURAGED", {})
+    return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, discouraged=wrong)
 
 
-@functools.lru_cache(maxsize=4096)
-def _composed(module: ModuleType, variant: Variant) -> Reference:
-    rule = importlib.import_module("..eager", module.__name__)
-    codecs = importlib.import_module(module.CODECS, module.__name__)
+def _functions(rule: str, plan: str, variant: Variant) -> Reference:
+    """Return the eager functions of a variant: its rule's under its plan's codecs."""
+    functions, codecs = importlib.import_module(rule), importlib.import_module(plan)
     return Reference(
-        stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
+        stored.step(variant, functions, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
     )
 
 
+def triton(pair: Pair) -> ModuleType:
+    """The Triton kernels of a pair: an attribute of a module made in memory, else a submodule."""
+    assert pair.kernels is not None
+    found = getattr(pair.kernels, TRITON, None)
+    return found if isinstance(found, ModuleType) else importlib.import_module(f"{pair.kernels.__name__}.{TRITON}")
+
+
+@functools.lru_cache(maxsize=4096)
+def reference(pair: Pair, variant: Variant) -> Reference:
+    """The eager functions of a variant."""
+    assert pair.reference is not None
+    return pair.reference(variant)
+
+
 @functools.cache
-def has_part(module: ModuleType, name: str) -> bool:
-    if isinstance(getattr(module, name, None), ModuleType):
+def has_triton(pair: Pair) -> bool:
+    """Return True if Triton kernels were generated."""
+    if isinstance(getattr(pair.kernels, TRITON, None), ModuleType):
         return True
-    if not hasattr(module, "__path__"):
+    if pair.kernels is None or not hasattr(pair.kernels, "__path__"):
         return False
-    return importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+    return importlib.util.find_spec(f"{pair.kernels.__name__}.{TRITON}") is not None
 
 
 @functools.lru_cache(maxsize=4096)
 def variant(
-    module: ModuleType, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...], vector: bool = False
+    pair: Pair, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...], vector: bool = False
 ) -> Variant:
     """The variant for parameters of that dtype; `small` and `vector` (of fewer than two dimensions) fall back to the
     variant for all."""
     name, setting = dtype_name(dtype), dict(flags)
     fitting = [
-        v for v in module.VARIANTS if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
+        v for v in pair.variants if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
     ]
     for kind in (("small",) if small else ()) + (("vector",) if vector else ()) + ("",):
         for v in fitting:
             if kind == ("small" if v.small else "vector" if v.vector else ""):
-                return v  # type: ignore[no-any-return]
-    plan = module.__name__.rpartition(".")[2]
-    dtypes = ", ".join(dict.fromkeys(v.param for v in module.VARIANTS))
-    if name not in {v.param for v in module.VARIANTS}:
-        raise TypeError(f"plan {plan!r} was not built for {name} parameters (it was for: {dtypes})")
-    raise ValueError(f"plan {plan!r} has no kernel for {name} parameters with {setting}")
+                return v
+    if name not in pair.dtypes:
+        built = ", ".join(pair.dtypes)
+        raise TypeError(f"plan {pair.name!r} was not built for {name} parameters (it was for: {built})")
+    raise ValueError(f"plan {pair.name!r} has no kernel for {name} parameters with {setting}")
 
 
-def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool], ...]) -> Variant:
+def at_step(pair: Pair, variant: Variant, flags: tuple[tuple[str, bool], ...]) -> Variant:
     """The variant beside this one for flags that change from step to step."""
     wanted = {**variant.flags, **dict(flags)}
     if wanted == dict(variant.flags):
         return variant
-    for v in module.VARIANTS:
+    for v in pair.variants:
         same = (v.param, v.small, v.vector) == (variant.param, variant.small, variant.vector)
         if same and dict(v.flags) == wanted:
             return in_blocks(v, variant.matrix) if isinstance(variant.matrix, int) else v
-    raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
+    raise ValueError(f"plan {pair.name!r} has no kernel with {dict(flags)}")
 
 
-def at_steps(module: ModuleType, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
+def at_steps(pair: Pair, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
     """The variants beside this one for every setting of those flags that change from step to step, that of the usual
     step first; flags of one hyper-parameter change together."""
     following = [(flag.name, flag.every) for flag in flags if flag.every is not None]
     intervals = dict.fromkeys(every for _, every in following)
     for values in itertools.product((False, True), repeat=len(intervals)):
         on = dict(zip(intervals, values, strict=True))
-        yield at_step(module, variant, tuple((name, on[every]) for name, every in following))
-
-
-def small_numel(module: ModuleType) -> int:
-    """Tensors with fewer elements take the variant for small tensors."""
-    return int(getattr(module, "SMALL_NUMEL", 0))
+        yield at_step(pair, variant, tuple((name, on[every]) for name, every in following))
 
 
 _tables: dict[int, tuple[object, Mapping[Label, str]]] = {}
@@ -228,5 +241,5 @@ def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label
 def resolved(cls: type, option: PlanOption, dtype: torch.dtype, asked: str | None) -> Chosen:
     """asked   the parameter's own plan, FULL, or None: none of its own"""
     name = asked if asked is not None and asked != FULL else plan_name(cls, option, dtype)
-    module = load(cls, name)
-    return Chosen(name, module, sys.maxsize if asked == FULL else small_numel(module))
+    pair = load(cls, name)
+    return Chosen(name, pair, sys.maxsize if asked == FULL else pair.small_numel)

@@ -335,9 +335,8 @@ class Variant:
     """One kernel of a plan.
 
     function     name of the variant
-    step         name of its eager step function, where that is shared with another variant
-    kernel       name of its Triton kernel, likewise
-    codec        `<codec>_decode` and `<codec>_encode` convert its states, likewise
+    step         name of its eager step function
+    kernel       name of its Triton kernel, where that is shared with another variant
     param        dtype of the parameter ("bfloat16")
     small        whether it is the variant for tensors too small to be worth quantizing
     vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
@@ -356,7 +355,7 @@ class Variant:
     matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
                  the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
                  so many rows put together (`in_blocks`)
-    eager        how the eager reference keeps each value; None where the package has step functions of its own
+    eager        how the eager reference keeps each value
     """
 
     function: str
@@ -373,7 +372,6 @@ class Variant:
     init: Mapping[str, float | str] = field(default_factory=dict)
     step: str = ""
     kernel: str = ""
-    codec: str = ""
     kernel_scalars: tuple[str, ...] | None = None
     kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
@@ -390,10 +388,6 @@ class Variant:
     def _owned(self) -> Mapping[str, tuple[str, ...]]:
         owners = dict.fromkeys(f.owner for f in self.fields)
         return {o: tuple(f.name for f in self.fields if f.owner == o) for o in owners}
-
-    @property
-    def step_name(self) -> str:
-        return self.step or self.function
 
     @cached_property
     def needs_matrix(self) -> bool:
@@ -414,10 +408,6 @@ class Variant:
     @property
     def kernel_name(self) -> str:
         return self.kernel or self.function
-
-    @property
-    def codec_name(self) -> str:
-        return self.codec or self.function
 
     def host_for(self, kernel: bool) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""

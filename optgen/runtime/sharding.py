@@ -19,13 +19,13 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from optgen.runtime import layout
+from optgen.runtime.join import Pair
 from optgen.runtime.records import Field, Matrix, Variant, dtype_name
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def _everywhere(of: Layout) -> Layout:
 
 
 def decode(
-    plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any], wanted: Collection[str]
+    plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any], wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """layout.decode; of a DTensor: DTensors that lie as it does, or as the fields do that hold few values."""
     if not is_sharded(p):

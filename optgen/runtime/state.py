@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optgen.runtime import layout, low_bits, sharding
 from optgen.runtime.arena import Arena, nbytes
+from optgen.runtime.join import Pair
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
 State = dict[str, Any]
@@ -177,7 +178,7 @@ def label(p: Tensor, name: str | int, kind: str = "parameter") -> str:
 
 
 def create(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     present: Mapping[str, Any],

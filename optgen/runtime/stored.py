@@ -17,13 +17,10 @@ from torch import Tensor
 
 from optgen.runtime import keys
 from optgen.runtime.eager import Blocks, rotl, scalars
+from optgen.runtime.join import PACK
 from optgen.runtime.records import Eager, Variant
 
-PACK = 64
-"""Columns that packed codes are read in where nothing else is in blocks."""
-
-M1, M2, M3 = 0x7FEB352D, -2073254261, -1640531535
-SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
+M1, M2, M3 = (keys.signed(m) for m in (keys.M1, keys.M2, keys.M3))
 
 
 @dataclass(frozen=True)
@@ -80,39 +77,28 @@ class Noise:
         return self.integer(bits) << below | 1 << below - 1
 
 
-def word(b: Blocks, k: int, dealt: tuple[int, tuple[tuple[int, int], ...], bool], step: int, stream: int) -> Tensor:
+def word(b: Blocks, k: int, recipe: keys.Word, step: int, stream: int) -> Tensor:
     """The k-th 32-bit word of every element, int32: hash(element, stream, window of steps), spread over the window.
 
-    `dealt` is what lower/noise.py decided: factor of the step's place, narrow fields, True if hashed anew at each step.
     """
-    at, narrow, anew = dealt
+    at, narrow, anew = recipe
     index = b.index()
     window, place = step & -keys.WINDOW, step & keys.WINDOW - 1
     x = index >> 3 & 0x1FFFFFFF ^ stream ^ window
     if anew:
-        x = x ^ _i32(place * M2)
-    x = (x ^ _i32(salt(k)) if k else x) * M1
+        x = x ^ keys.signed(place * M2)
+    x = (x ^ keys.signed(keys.salt(k)) if k else x) * M1
     x = (x ^ x >> 16 & 0xFFFF) * M2
     x = x ^ x >> 15 & 0x1FFFF
-    moved = x if anew else x ^ _i32(place * at)
+    moved = x if anew else x ^ keys.signed(place * at)
     for shift, bits in narrow:
         highest, up = step & (keys.WINDOW - 1 & -(1 << keys.PLACE - bits)), shift + bits - keys.PLACE
-        moved = moved ^ _i32(highest << up if up >= 0 else highest >> -up)
+        moved = moved ^ keys.signed(highest << up if up >= 0 else highest >> -up)
     y = (x ^ x >> 16 & 0xFFFF) * M3
     y = (y ^ y >> 15 & 0x1FFFF) * M1
     y = y ^ y >> 16 & 0xFFFF
     lane = index & 7
     return moved ^ rotl(y, (lane * (lane + 1) >> 1) + 1)
-
-
-def salt(k: int) -> int:
-    """32 bits that set the k-th word of an element apart: the four above, then multiples of the golden ratio."""
-    return SALTS[k] if k < len(SALTS) else (2 * k + 1) * 0x9E3779B1 & 0xFFFFFFFF
-
-
-def _i32(x: int) -> int:
-    """The int32 with the low 32 bits of x."""
-    return (x + 2**31 & 2**32 - 1) - 2**31
 
 
 class Stored:
@@ -247,7 +233,7 @@ def _root_of(codec: Codec) -> Callable[..., Tensor]:
 
 def step(variant: Variant, rule: ModuleType, codecs: ModuleType) -> Callable[..., Any]:
     """Return `step(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: a step of a rule under a plan."""
-    function = getattr(rule, variant.step_name)
+    function = getattr(rule, variant.step)
     count = len(variant.fields)
 
     def run(

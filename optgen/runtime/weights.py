@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optgen.runtime import checkpoint, layout, low_bits, sharding, state
+from optgen.runtime.join import Pair
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.records import Variant
 
@@ -28,7 +28,7 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
 
 
 def _put_part(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     kept: Mapping[str, Any] | None,
@@ -66,7 +66,7 @@ def fresh(p: Tensor) -> Tensor:
     return p.detach().to(torch.float32 if held else p.dtype, copy=True).contiguous()
 
 
-def full(plan: ModuleType, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
+def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
     """The same of a parameter with a state; RuntimeError where p is not the weight of its state."""
     state.check(variant, p, kept, name)
     weight = sharding.decode(plan, variant, p, kept, ("p",))["p"]
@@ -239,7 +239,7 @@ def _pattern(t: Tensor) -> Tensor:
 
 
 def put(
-    plan: ModuleType,
+    plan: Pair,
     variant: Variant,
     p: Tensor,
     kept: dict[str, Any] | None,

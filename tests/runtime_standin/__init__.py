@@ -5,7 +5,10 @@ int8    toy 8-bit momentum in blocks of 8, rounded stochastically; split or copi
 probe   no optimizer: a Triton kernel that counts the visits to every element and block
 """
 
-from optgen.runtime import Flag, Hyper, Optimizer
+from importlib import import_module
+
+from optgen.runtime import Flag, Hyper, Optimizer, Variant, plans
+from optgen.runtime.join import Pair, Reference
 
 
 class AdamW(Optimizer):
@@ -43,3 +46,19 @@ class AdamW(Optimizer):
             params, hypers, plan=plan, backend=backend, seed=seed,
             foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable,
         )  # fmt: skip
+
+
+def pair(name: str) -> Pair:
+    """A plan's module, whose `reference` has functions for each variant, as the runtime sees what is generated."""
+    module = import_module(f"{__name__}.{name}")
+
+    def reference(variant: Variant) -> Reference:
+        own, name = import_module(f"{module.__name__}.reference"), variant.function
+        names = name, f"{name}_decode", f"{name}_encode"
+        return Reference(*(lambda *args, at=at, **more: getattr(own, at)(*args, **more) for at in names))
+
+    return Pair(name, module.VARIANTS, module.SMALL_NUMEL, reference, module)
+
+
+for _name in ("fp32", "int8", "probe"):
+    plans.known[AdamW, _name] = pair(_name)

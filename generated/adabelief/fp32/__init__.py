@@ -5,35 +5,16 @@
 #   rebuild   optgen build adabelief --plan fp32
 #   explain   optgen explain adabelief --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p            2 B  bf16, nearest
-#                  |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg      4 B  f32
-#                  exact; every f32
-#     exp_avg_var  4 B  f32
-#                  exact; every f32
+#   p            2 B  bf16, nearest
+#                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg      4 B  f32
+#                exact; every f32
+#   exp_avg_var  4 B  f32
+#                exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -53,68 +34,29 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adabelief_float32",
-        step="adabelief",
-        kernel="adabelief_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_var", "float32", per=1, zero=0, state="exp_avg_var", nonneg=True),
+KERNELS = {
+    "adabelief_float32": {
+        "kernel": "adabelief_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adabelief_bfloat16",
-        step="adabelief",
-        kernel="adabelief_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_var", "float32", per=1, zero=0, state="exp_avg_var", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adabelief_bfloat16": {
+        "kernel": "adabelief_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adabelief_float16",
-        step="adabelief",
-        kernel="adabelief_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_var", "float32", per=1, zero=0, state="exp_avg_var", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adabelief_float16": {
+        "kernel": "adabelief_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,26 +5,15 @@
 #   rebuild   optgen build adadelta --plan fp32
 #   explain   optgen explain adadelta --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     square_avg  4 B  f32
-#                 exact; every f32
-#     acc_delta   4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   square_avg  4 B  f32
+#               exact; every f32
+#   acc_delta   4 B  f32
+#               exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_rho = 1 - rho
-    return (lr, rho, eps, weight_decay, grad_scale, one_minus_rho)
 
 
 def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
@@ -34,68 +23,20 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
     return (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="adadelta_float32",
-        step="adadelta",
-        kernel="adadelta_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adadelta_bfloat16",
-        step="adadelta",
-        kernel="adadelta_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adadelta_float16",
-        step="adadelta",
-        kernel="adadelta_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+KERNELS = {
+    "adadelta_float32": {
+        "kernel": "adadelta_float32",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_bfloat16": {
+        "kernel": "adadelta_bfloat16",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_float16": {
+        "kernel": "adadelta_float16",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,32 +5,21 @@
 #   rebuild   optgen build adadelta --plan int8_split24
 #   explain   optgen explain adadelta --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
-#     acc_delta   1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   square_avg  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
+#   acc_delta   1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_rho = 1 - rho
-    return (lr, rho, eps, weight_decay, grad_scale, one_minus_rho)
 
 
 def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
@@ -40,141 +29,35 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
     return (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="adadelta_float32",
-        step="adadelta",
-        kernel="adadelta_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("square_avg_codes", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("acc_delta_codes", "uint8", per=1, zero=0, state="acc_delta", nonneg=True),
-            Field("acc_delta_range", "int16", per=64, zero=0, state="acc_delta", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="adadelta_float32_small",
-        step="adadelta",
-        kernel="adadelta_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adadelta_bfloat16",
-        step="adadelta",
-        kernel="adadelta_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("square_avg_codes", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("acc_delta_codes", "uint8", per=1, zero=0, state="acc_delta", nonneg=True),
-            Field("acc_delta_range", "int16", per=64, zero=0, state="acc_delta", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adadelta_bfloat16_small",
-        step="adadelta",
-        kernel="adadelta_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adadelta_float16",
-        step="adadelta",
-        kernel="adadelta_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("square_avg_codes", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("acc_delta_codes", "uint8", per=1, zero=0, state="acc_delta", nonneg=True),
-            Field("acc_delta_range", "int16", per=64, zero=0, state="acc_delta", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'square_avg': 'nonneg', 'acc_delta': 'nonneg'}, noise={'square_avg': (0, 20), 'acc_delta': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adadelta_float16_small",
-        step="adadelta",
-        kernel="adadelta_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("acc_delta", "float32", per=1, zero=0, state="acc_delta", nonneg=True),
-        ),
-        scalars=('lr', 'rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho'),
-        host=host_scalars,
-        kernel_scalars=('rho', 'eps', 'weight_decay', 'grad_scale', 'one_minus_rho', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+KERNELS = {
+    "adadelta_float32": {
+        "kernel": "adadelta_float32",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_float32_small": {
+        "kernel": "adadelta_float32_small",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_bfloat16": {
+        "kernel": "adadelta_bfloat16",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_bfloat16_small": {
+        "kernel": "adadelta_bfloat16_small",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_float16": {
+        "kernel": "adadelta_float16",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "adadelta_float16_small": {
+        "kernel": "adadelta_float16_small",
+        "kernel_scalars": ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+}

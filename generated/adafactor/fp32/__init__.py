@@ -5,35 +5,17 @@
 #   rebuild   optgen build adafactor --plan fp32
 #   explain   optgen explain adafactor --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p        2 B  bf16, nearest
-#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     row_var  0 B  f32, one per row
-#              exact; every f32
-#     col_var  0 B  f32, one per col
-#              exact; every f32
+#   p        2 B  bf16, nearest
+#            |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   row_var  0 B  f32, one per row
+#            exact; every f32
+#   col_var  0 B  f32, one per col
+#            exact; every f32
 #   traffic   12 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import power, smaller
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    eps1, eps2 = eps
-    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
-    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
-    eps1_times_eps1 = eps1 * eps1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1,
-        d, one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
@@ -48,20 +30,6 @@ def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     return (
         grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1,
         eps1_times_eps1, d, grad_scale, one_minus_lr_times_weight_decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    eps1, eps2 = eps
-    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
-    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    eps1_times_eps1 = eps1 * eps1
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
-        one_minus_lr_times_weight_decay,
     )
 
 
@@ -81,233 +49,239 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adafactor_float32",
-        step="adafactor",
-        kernel="adafactor_float32",
-        param="float32",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("row_var", "float32", per=1, zero=0, state="row_var", space="row", nonneg=True),
-            Field("col_var", "float32", per=1, zero=0, state="col_var", space="col", nonneg=True),
+KERNELS = {
+    "adafactor_float32": {
+        "kernel": "adafactor_float32",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
+            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
-            Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
-            Temp("col_sum_for_col_var", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_row_var", "mat", "mat_sum", "row"),
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
             Temp("alpha", "tensor"),
             Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
             Temp("row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_float32_1", "elem", 0, (), temps=('row_sum_for_alpha', 'row_sum_for_row_var', 'col_sum_for_col_var'), matrices=True, block=1),
-            Stage("adafactor_float32_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'), matrices=True, block=1),
-            Stage("adafactor_float32_3", "col", 1, (0, 1, 2), temps=(), matrices=True, block=1),
-            Stage("adafactor_float32_4", "tensor", 1, (3, 4), temps=('alpha',), matrices=False, block=1),
-            Stage("adafactor_float32_5", "mat", 1, (5,), temps=('mat_sum_of_row_var_over_rows_max_eps1',), matrices=True, block=1),
-            Stage("adafactor_float32_6", "row", 1, (), temps=('row_div',), matrices=True, block=1),
-            Stage("adafactor_float32_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float32_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float32_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float32_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adafactor_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"),
+                matrices=True,
+            ),
+            Stage(
+                "adafactor_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2),
+                temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True,
+            ),
+            Stage("adafactor_float32_3", "col", level=1, scalars=(0, 1, 2), matrices=True),
+            Stage("adafactor_float32_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",)),
+            Stage(
+                "adafactor_float32_5",
+                "mat",
+                level=1,
+                scalars=(5,),
+                temps=("mat_sum_of_row_var_over_rows_max_eps1",),
+                matrices=True,
+            ),
+            Stage("adafactor_float32_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True),
+            Stage("adafactor_float32_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True),
+            Stage("adafactor_float32_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("adafactor_float32_9", "tensor", level=3, scalars=(7, 0), temps=("tensor_div",)),
+            Stage("adafactor_float32_10", "elem", level=4, scalars=(8, 9, 6), matrices=True),
         ),
-    ),
-    Variant(
-        function="adafactor_bfloat16",
-        step="adafactor",
-        kernel="adafactor_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("row_var", "float32", per=1, zero=0, state="row_var", space="row", nonneg=True),
-            Field("col_var", "float32", per=1, zero=0, state="col_var", space="col", nonneg=True),
+    },
+    "adafactor_bfloat16": {
+        "kernel": "adafactor_bfloat16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
+            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
-            Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
-            Temp("col_sum_for_col_var", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_row_var", "mat", "mat_sum", "row"),
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
             Temp("alpha", "tensor"),
             Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
             Temp("row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_bfloat16_1", "elem", 0, (), temps=('row_sum_for_alpha', 'row_sum_for_row_var', 'col_sum_for_col_var'), matrices=True, block=1),
-            Stage("adafactor_float32_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'), matrices=True, block=1),
-            Stage("adafactor_bfloat16_3", "col", 1, (0, 1, 2), temps=(), matrices=True, block=1),
-            Stage("adafactor_bfloat16_4", "tensor", 1, (3, 4), temps=('alpha',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_5", "mat", 1, (5,), temps=('mat_sum_of_row_var_over_rows_max_eps1',), matrices=True, block=1),
-            Stage("adafactor_bfloat16_6", "row", 1, (), temps=('row_div',), matrices=True, block=1),
-            Stage("adafactor_bfloat16_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float32_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_bfloat16_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adafactor_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"),
+                matrices=True,
+            ),
+            Stage(
+                "adafactor_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2),
+                temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True,
+            ),
+            Stage("adafactor_bfloat16_3", "col", level=1, scalars=(0, 1, 2), matrices=True),
+            Stage("adafactor_bfloat16_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",)),
+            Stage(
+                "adafactor_bfloat16_5",
+                "mat",
+                level=1,
+                scalars=(5,),
+                temps=("mat_sum_of_row_var_over_rows_max_eps1",),
+                matrices=True,
+            ),
+            Stage("adafactor_bfloat16_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True),
+            Stage("adafactor_bfloat16_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True),
+            Stage("adafactor_float32_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("adafactor_bfloat16_9", "tensor", level=3, scalars=(7, 0), temps=("tensor_div",)),
+            Stage("adafactor_bfloat16_10", "elem", level=4, scalars=(8, 9, 6), matrices=True),
         ),
-    ),
-    Variant(
-        function="adafactor_float16",
-        step="adafactor",
-        kernel="adafactor_float16",
-        param="float16",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("row_var", "float32", per=1, zero=0, state="row_var", space="row", nonneg=True),
-            Field("col_var", "float32", per=1, zero=0, state="col_var", space="col", nonneg=True),
+    },
+    "adafactor_float16": {
+        "kernel": "adafactor_float16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
+            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
-            Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
-            Temp("col_sum_for_col_var", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_row_var", "mat", "mat_sum", "row"),
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
             Temp("alpha", "tensor"),
             Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
             Temp("row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_float16_1", "elem", 0, (), temps=('row_sum_for_alpha', 'row_sum_for_row_var', 'col_sum_for_col_var'), matrices=True, block=1),
-            Stage("adafactor_float32_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'), matrices=True, block=1),
-            Stage("adafactor_float16_3", "col", 1, (0, 1, 2), temps=(), matrices=True, block=1),
-            Stage("adafactor_float16_4", "tensor", 1, (3, 4), temps=('alpha',), matrices=False, block=1),
-            Stage("adafactor_float16_5", "mat", 1, (5,), temps=('mat_sum_of_row_var_over_rows_max_eps1',), matrices=True, block=1),
-            Stage("adafactor_float16_6", "row", 1, (), temps=('row_div',), matrices=True, block=1),
-            Stage("adafactor_float16_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float32_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float16_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float16_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adafactor_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"),
+                matrices=True,
+            ),
+            Stage(
+                "adafactor_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2),
+                temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True,
+            ),
+            Stage("adafactor_float16_3", "col", level=1, scalars=(0, 1, 2), matrices=True),
+            Stage("adafactor_float16_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",)),
+            Stage(
+                "adafactor_float16_5",
+                "mat",
+                level=1,
+                scalars=(5,),
+                temps=("mat_sum_of_row_var_over_rows_max_eps1",),
+                matrices=True,
+            ),
+            Stage("adafactor_float16_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True),
+            Stage("adafactor_float16_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True),
+            Stage("adafactor_float32_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("adafactor_float16_9", "tensor", level=3, scalars=(7, 0), temps=("tensor_div",)),
+            Stage("adafactor_float16_10", "elem", level=4, scalars=(8, 9, 6), matrices=True),
         ),
-    ),
-    Variant(
-        function="adafactor_float32_no_factored",
-        step="adafactor_no_factored",
-        kernel="adafactor_float32_no_factored",
-        param="float32",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("variance", "float32", per=1, zero=0, state="variance", nonneg=True),
+    },
+    "adafactor_float32_no_factored": {
+        "kernel": "adafactor_float32_no_factored",
+        "kernel_scalars": (
+            "scalar_0", "one_minus_t_pow_beta2_decay", "eps1_times_eps1", "eps2", "d", "lr_min_t_pow_m0p5",
+            "grad_scale_times_grad_scale", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_float32_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adafactor_float32_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"),
+            ),
+            Stage("adafactor_float32_no_factored_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("tensor_div",)),
+            Stage("adafactor_float32_no_factored_3", "elem", level=2, scalars=(7, 8, 0, 1, 2)),
         ),
-    ),
-    Variant(
-        function="adafactor_bfloat16_no_factored",
-        step="adafactor_no_factored",
-        kernel="adafactor_bfloat16_no_factored",
-        param="bfloat16",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("variance", "float32", per=1, zero=0, state="variance", nonneg=True),
+    },
+    "adafactor_bfloat16_no_factored": {
+        "kernel": "adafactor_bfloat16_no_factored",
+        "kernel_scalars": (
+            "scalar_0", "one_minus_t_pow_beta2_decay", "eps1_times_eps1", "eps2", "d", "lr_min_t_pow_m0p5",
+            "grad_scale_times_grad_scale", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_bfloat16_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adafactor_bfloat16_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"),
+            ),
+            Stage("adafactor_float32_no_factored_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("tensor_div",)),
+            Stage("adafactor_bfloat16_no_factored_3", "elem", level=2, scalars=(7, 8, 0, 1, 2)),
         ),
-    ),
-    Variant(
-        function="adafactor_float16_no_factored",
-        step="adafactor_no_factored",
-        kernel="adafactor_float16_no_factored",
-        param="float16",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("variance", "float32", per=1, zero=0, state="variance", nonneg=True),
+    },
+    "adafactor_float16_no_factored": {
+        "kernel": "adafactor_float16_no_factored",
+        "kernel_scalars": (
+            "scalar_0", "one_minus_t_pow_beta2_decay", "eps1_times_eps1", "eps2", "d", "lr_min_t_pow_m0p5",
+            "grad_scale_times_grad_scale", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
-        scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("adafactor_float16_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float16_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adafactor_float16_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"),
+            ),
+            Stage("adafactor_float32_no_factored_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("tensor_div",)),
+            Stage("adafactor_float16_no_factored_3", "elem", level=2, scalars=(7, 8, 0, 1, 2)),
         ),
-    ),
-)
+    },
+}

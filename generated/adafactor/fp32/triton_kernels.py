@@ -5,13 +5,12 @@
 #   rebuild   optgen build adafactor --plan fp32
 #   explain   optgen explain adafactor --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p        2 B  bf16, nearest
-#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     row_var  0 B  f32, one per row
-#              exact; every f32
-#     col_var  0 B  f32, one per col
-#              exact; every f32
+#   p        2 B  bf16, nearest
+#            |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   row_var  0 B  f32, one per row
+#            exact; every f32
+#   col_var  0 B  f32, one per col
+#            exact; every f32
 #   traffic   12 B per bfloat16 parameter and step: 3 sweeps
 #   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off

@@ -5,13 +5,12 @@
 #   rebuild   optgen build adafactor --plan int8_split24
 #   explain   optgen explain adafactor --plan int8_split24
 #
-#   per bfloat16 parameter: 3 B between steps
-#     p        3 B  bf16 and 8 more bits, stochastic
-#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     row_var  0 B  f32, one per row
-#              exact; every f32
-#     col_var  0 B  f32, one per col
-#              exact; every f32
+#   p        3 B  bf16 and 8 more bits, stochastic
+#            |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   row_var  0 B  f32, one per row
+#            exact; every f32
+#   col_var  0 B  f32, one per col
+#            exact; every f32
 #   traffic   15 B per bfloat16 parameter and step: 3 sweeps
 #   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off

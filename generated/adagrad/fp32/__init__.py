@@ -5,25 +5,14 @@
 #   rebuild   optgen build adagrad --plan fp32
 #   explain   optgen explain adagrad --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p    2 B  bf16, nearest
-#          |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     sum  4 B  f32
-#          exact; every f32
+#   p    2 B  bf16, nearest
+#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   sum  4 B  f32
+#        exact; every f32
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
-    return (weight_decay, eps, grad_scale, step_lr)
 
 
 def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
@@ -35,65 +24,20 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
     return (weight_decay, grad_scale, scalar_0, scalar_1)
 
 
-VARIANTS = (
-    Variant(
-        function="adagrad_float32",
-        step="adagrad",
-        kernel="adagrad_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adagrad_bfloat16",
-        step="adagrad",
-        kernel="adagrad_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adagrad_float16",
-        step="adagrad",
-        kernel="adagrad_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+KERNELS = {
+    "adagrad_float32": {
+        "kernel": "adagrad_float32",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_bfloat16": {
+        "kernel": "adagrad_bfloat16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_float16": {
+        "kernel": "adagrad_float16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+}

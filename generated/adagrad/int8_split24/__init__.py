@@ -5,28 +5,17 @@
 #   rebuild   optgen build adagrad --plan int8_split24
 #   explain   optgen explain adagrad --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p    3 B  bf16 and 8 more bits, stochastic
-#          |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     sum  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#          |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the
-#          block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more
-#          than that; Inf reads as a number, so that steps which it divides become too long where those of fp32
-#          become 0
+#   p    3 B  bf16 and 8 more bits, stochastic
+#        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   sum  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#        |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the
+#        block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more
+#        than that; Inf reads as a number, so that steps which it divides become too long where those of fp32 become
+#        0
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
-    return (weight_decay, eps, grad_scale, step_lr)
 
 
 def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
@@ -38,132 +27,35 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
     return (weight_decay, grad_scale, scalar_0, scalar_1)
 
 
-VARIANTS = (
-    Variant(
-        function="adagrad_float32",
-        step="adagrad",
-        kernel="adagrad_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
-            Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'sum': 'nonneg'}, noise={'sum': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adagrad_float32_small",
-        step="adagrad",
-        kernel="adagrad_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adagrad_bfloat16",
-        step="adagrad",
-        kernel="adagrad_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
-            Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_bf16', 'sum': 'nonneg'}, noise={'sum': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="adagrad_bfloat16_small",
-        step="adagrad",
-        kernel="adagrad_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adagrad_float16",
-        step="adagrad",
-        kernel="adagrad_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
-            Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_f16', 'sum': 'nonneg'}, noise={'sum': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="adagrad_float16_small",
-        step="adagrad",
-        kernel="adagrad_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum", "float32", per=1, zero=0, state="sum", nonneg=True),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'scalar_0', 'scalar_1'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={'sum': 'initial_accumulator_value'},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+KERNELS = {
+    "adagrad_float32": {
+        "kernel": "adagrad_float32",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_float32_small": {
+        "kernel": "adagrad_float32_small",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_bfloat16": {
+        "kernel": "adagrad_bfloat16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_bfloat16_small": {
+        "kernel": "adagrad_bfloat16_small",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_float16": {
+        "kernel": "adagrad_float16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+    "adagrad_float16_small": {
+        "kernel": "adagrad_float16_small",
+        "kernel_scalars": ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        "kernel_host": kernel_scalars,
+    },
+}

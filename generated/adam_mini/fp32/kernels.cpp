@@ -5,13 +5,12 @@
 //   rebuild   optgen build adam_mini --plan fp32
 //   explain   optgen explain adam_mini --plan fp32
 //
-//   per bfloat16 parameter: 6 B between steps
-//     p          2 B  bf16, nearest
-//                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     m          4 B  f32
-//                exact; every f32
-//     vmean_row  0 B  f32, one per row
-//                exact; every f32
+//   p          2 B  bf16, nearest
+//              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   m          4 B  f32
+//              exact; every f32
+//   vmean_row  0 B  f32, one per row
+//              exact; every f32
 //   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, linear, nan
 // clang-format off

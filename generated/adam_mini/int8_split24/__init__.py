@@ -5,35 +5,17 @@
 #   rebuild   optgen build adam_mini --plan int8_split24
 #   explain   optgen explain adam_mini --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p          3 B  bf16 and 8 more bits, stochastic
-#                |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     m          1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     vmean_row  0 B  f32, one per row
-#                exact; every f32
+#   p          3 B  bf16 and 8 more bits, stochastic
+#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   m          1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#              |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   vmean_row  0 B  f32, one per row
+#              exact; every f32
 #   traffic   11.0938 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import divide, root
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -51,391 +33,383 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adam_mini_float32",
-        step="adam_mini",
-        kernel="adam_mini_float32",
-        param="float32",
-        small=False,
-        flags={'by_rows': True},
-        fields=(
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+KERNELS = {
+    "adam_mini_float32": {
+        "kernel": "adam_mini_float32",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'m': 'signed'}, noise={'m': (0, 20)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_float32_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=64),
-            Stage("adam_mini_float32_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float32_3", "elem", 2, (7, 8), temps=(), matrices=True, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+                block=64,
+            ),
+            Stage(
+                "adam_mini_float32_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_float32_3", "elem", level=2, scalars=(7, 8), matrices=True, block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_float32_small",
-        step="adam_mini",
-        kernel="adam_mini_float32_small",
-        param="float32",
-        small=True,
-        flags={'by_rows': True},
-        fields=(
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+    },
+    "adam_mini_float32_small": {
+        "kernel": "adam_mini_float32_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_float32_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_small_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float32_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_float32_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+            ),
+            Stage(
+                "adam_mini_float32_small_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_float32_small_3", "elem", level=2, scalars=(7, 8), matrices=True),
         ),
-    ),
-    Variant(
-        function="adam_mini_bfloat16",
-        step="adam_mini",
-        kernel="adam_mini_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'by_rows': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+    },
+    "adam_mini_bfloat16": {
+        "kernel": "adam_mini_bfloat16",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_bfloat16_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=64),
-            Stage("adam_mini_bfloat16_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_bfloat16_3", "elem", 2, (7, 8), temps=(), matrices=True, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+                block=64,
+            ),
+            Stage(
+                "adam_mini_bfloat16_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_bfloat16_3", "elem", level=2, scalars=(7, 8), matrices=True, block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_bfloat16_small",
-        step="adam_mini",
-        kernel="adam_mini_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'by_rows': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+    },
+    "adam_mini_bfloat16_small": {
+        "kernel": "adam_mini_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_bfloat16_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_bfloat16_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_bfloat16_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+            ),
+            Stage(
+                "adam_mini_float32_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_bfloat16_small_3", "elem", level=2, scalars=(7, 8), matrices=True),
         ),
-    ),
-    Variant(
-        function="adam_mini_float16",
-        step="adam_mini",
-        kernel="adam_mini_float16",
-        param="float16",
-        small=False,
-        flags={'by_rows': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+    },
+    "adam_mini_float16": {
+        "kernel": "adam_mini_float16",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_float16_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=64),
-            Stage("adam_mini_bfloat16_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float16_3", "elem", 2, (7, 8), temps=(), matrices=True, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+                block=64,
+            ),
+            Stage(
+                "adam_mini_bfloat16_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_float16_3", "elem", level=2, scalars=(7, 8), matrices=True, block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_float16_small",
-        step="adam_mini",
-        kernel="adam_mini_float16_small",
-        param="float16",
-        small=True,
-        flags={'by_rows': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
+    },
+    "adam_mini_float16_small": {
+        "kernel": "adam_mini_float16_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("row_sum_for_vmean_row", "row", "row_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"),
             Temp("one_over_denom", "row"),
         ),
-        stages=(
-            Stage("adam_mini_float16_small_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float32_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True, block=1),
-            Stage("adam_mini_float16_small_3", "elem", 2, (7, 8), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_float16_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+            ),
+            Stage(
+                "adam_mini_float32_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+            ),
+            Stage("adam_mini_float16_small_3", "elem", level=2, scalars=(7, 8), matrices=True),
         ),
-    ),
-    Variant(
-        function="adam_mini_float32_no_by_rows",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_float32_no_by_rows",
-        param="float32",
-        small=False,
-        flags={'by_rows': False},
-        fields=(
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_float32_no_by_rows": {
+        "kernel": "adam_mini_float32_no_by_rows",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'m': 'signed'}, noise={'m': (0, 20)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_float32_no_by_rows_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=64),
-            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_3", "elem", 2, (7, 8), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_float32_no_by_rows_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+                block=64,
+            ),
+            Stage(
+                "adam_mini_float32_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_float32_no_by_rows_3", "elem", level=2, scalars=(7, 8), block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_float32_no_by_rows_small",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_float32_no_by_rows_small",
-        param="float32",
-        small=True,
-        flags={'by_rows': False},
-        fields=(
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_float32_no_by_rows_small": {
+        "kernel": "adam_mini_float32_no_by_rows_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_float32_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_small_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_float32_no_by_rows_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+            ),
+            Stage(
+                "adam_mini_float32_no_by_rows_small_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_float32_no_by_rows_small_3", "elem", level=2, scalars=(7, 8)),
         ),
-    ),
-    Variant(
-        function="adam_mini_bfloat16_no_by_rows",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_bfloat16_no_by_rows",
-        param="bfloat16",
-        small=False,
-        flags={'by_rows': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_bfloat16_no_by_rows": {
+        "kernel": "adam_mini_bfloat16_no_by_rows",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_bfloat16_no_by_rows_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=64),
-            Stage("adam_mini_bfloat16_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_bfloat16_no_by_rows_3", "elem", 2, (7, 8), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_bfloat16_no_by_rows_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+                block=64,
+            ),
+            Stage(
+                "adam_mini_bfloat16_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_bfloat16_no_by_rows_3", "elem", level=2, scalars=(7, 8), block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_bfloat16_no_by_rows_small",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_bfloat16_no_by_rows_small",
-        param="bfloat16",
-        small=True,
-        flags={'by_rows': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_bfloat16_no_by_rows_small": {
+        "kernel": "adam_mini_bfloat16_no_by_rows_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_bfloat16_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_bfloat16_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_bfloat16_no_by_rows_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+            ),
+            Stage(
+                "adam_mini_float32_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_bfloat16_no_by_rows_small_3", "elem", level=2, scalars=(7, 8)),
         ),
-    ),
-    Variant(
-        function="adam_mini_float16_no_by_rows",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_float16_no_by_rows",
-        param="float16",
-        small=False,
-        flags={'by_rows': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m_codes", "uint8", per=1, zero=128, state="m"),
-            Field("m_scale", "int16", per=64, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_float16_no_by_rows": {
+        "kernel": "adam_mini_float16_no_by_rows",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'm': 'signed'}, noise={'m': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_float16_no_by_rows_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=64),
-            Stage("adam_mini_bfloat16_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float16_no_by_rows_3", "elem", 2, (7, 8), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "adam_mini_float16_no_by_rows_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+                block=64,
+            ),
+            Stage(
+                "adam_mini_bfloat16_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_float16_no_by_rows_3", "elem", level=2, scalars=(7, 8), block=64),
         ),
-    ),
-    Variant(
-        function="adam_mini_float16_no_by_rows_small",
-        step="adam_mini_no_by_rows",
-        kernel="adam_mini_float16_no_by_rows_small",
-        param="float16",
-        small=True,
-        flags={'by_rows': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "float32", per=1, zero=0, state="m"),
-            Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
+    },
+    "adam_mini_float16_no_by_rows_small": {
+        "kernel": "adam_mini_float16_no_by_rows_small",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'beta2', 'eps', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'beta2', 'eps', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_lr_times_weight_decay', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('m',)),
-        matrix="first",
-        temps=(
-            Temp("tensor_sum_for_vmean", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
-        stages=(
-            Stage("adam_mini_float16_no_by_rows_small_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=False, block=1),
-            Stage("adam_mini_float16_no_by_rows_small_3", "elem", 2, (7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "adam_mini_float16_no_by_rows_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+            ),
+            Stage(
+                "adam_mini_float32_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+            ),
+            Stage("adam_mini_float16_no_by_rows_small_3", "elem", level=2, scalars=(7, 8)),
         ),
-    ),
-)
+    },
+}

@@ -5,24 +5,19 @@
 #   rebuild   optgen build adamax --plan fp32
 #   explain   optgen explain adamax --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p        2 B  bf16, nearest
-#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg  4 B  f32
-#              exact; every f32
-#     exp_inf  4 B  f32
-#              exact; every f32
+#   p        2 B  bf16, nearest
+#            |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg  4 B  f32
+#            exact; every f32
+#   exp_inf  4 B  f32
+#            exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide
 
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
@@ -30,68 +25,26 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t)
 
 
-VARIANTS = (
-    Variant(
-        function="adamax_float32",
-        step="adamax",
-        kernel="adamax_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+KERNELS = {
+    "adamax_float32": {
+        "kernel": "adamax_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamax_bfloat16",
-        step="adamax",
-        kernel="adamax_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_bfloat16": {
+        "kernel": "adamax_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adamax_float16",
-        step="adamax",
-        kernel="adamax_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_float16": {
+        "kernel": "adamax_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

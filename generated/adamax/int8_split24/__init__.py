@@ -5,27 +5,22 @@
 #   rebuild   optgen build adamax --plan int8_split24
 #   explain   optgen explain adamax --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p        3 B  bf16 and 8 more bits, stochastic
-#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#              |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_inf  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#              |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the
-#              block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells
-#              more than that; Inf reads as a number, so that steps which it divides become too long where those of
-#              fp32 become 0
+#   p        3 B  bf16 and 8 more bits, stochastic
+#            |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#            |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_inf  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#            |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the
+#            block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more
+#            than that; Inf reads as a number, so that steps which it divides become too long where those of fp32
+#            become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide
 
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
@@ -33,141 +28,47 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t)
 
 
-VARIANTS = (
-    Variant(
-        function="adamax_float32",
-        step="adamax",
-        kernel="adamax_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_inf_codes", "uint8", per=1, zero=0, state="exp_inf", nonneg=True),
-            Field("exp_inf_range", "int16", per=64, zero=0, state="exp_inf", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "adamax_float32": {
+        "kernel": "adamax_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="adamax_float32_small",
-        step="adamax",
-        kernel="adamax_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_float32_small": {
+        "kernel": "adamax_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamax_bfloat16",
-        step="adamax",
-        kernel="adamax_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_inf_codes", "uint8", per=1, zero=0, state="exp_inf", nonneg=True),
-            Field("exp_inf_range", "int16", per=64, zero=0, state="exp_inf", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_bfloat16": {
+        "kernel": "adamax_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adamax_bfloat16_small",
-        step="adamax",
-        kernel="adamax_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_bfloat16_small": {
+        "kernel": "adamax_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adamax_float16",
-        step="adamax",
-        kernel="adamax_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_inf_codes", "uint8", per=1, zero=0, state="exp_inf", nonneg=True),
-            Field("exp_inf_range", "int16", per=64, zero=0, state="exp_inf", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_float16": {
+        "kernel": "adamax_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_inf': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_inf': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adamax_float16_small",
-        step="adamax",
-        kernel="adamax_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_inf", "float32", per=1, zero=0, state="exp_inf", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamax_float16_small": {
+        "kernel": "adamax_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,13 +5,12 @@
 #   rebuild   optgen build adamw --plan bf16
 #   explain   optgen explain adamw --plan bf16
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     2 B  bf16
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg_sq  2 B  bf16
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     2 B  bf16
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg_sq  2 B  bf16
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off

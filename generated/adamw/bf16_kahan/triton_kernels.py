@@ -5,13 +5,12 @@
 #   rebuild   optgen build adamw --plan bf16_kahan
 #   explain   optgen explain adamw --plan bf16_kahan
 #
-#   per bfloat16 parameter: 8 B between steps
-#     p           4 B  bf16 and its rounding error (Kahan)
-#                 |error| <= 7.63e-06 |x|; well above the smallest normal number
-#     exp_avg     2 B  bf16, stochastic
-#                 |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg_sq  2 B  bf16, stochastic
-#                 |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p           4 B  bf16 and its rounding error (Kahan)
+#               |error| <= 7.63e-06 |x|; well above the smallest normal number
+#   exp_avg     2 B  bf16, stochastic
+#               |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg_sq  2 B  bf16, stochastic
+#               |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   18 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off

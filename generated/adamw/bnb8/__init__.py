@@ -5,41 +5,22 @@
 #   rebuild   optgen build adamw --plan bnb8
 #   explain   optgen explain adamw --plan bnb8
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     1.01562 B  8-bit signed blocks of 256: dynamic8, fp32 scale, nearest
-#                 |error| <= 0.00703 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
-#     exp_avg_sq  1.01562 B  8-bit unsigned blocks of 256: udynamic8, fp32 scale, nearest
-#                 |error| <= 0.00352 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     1.01562 B  8-bit signed blocks of 256: dynamic8, fp32 scale, nearest
+#               |error| <= 0.00703 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
+#   exp_avg_sq  1.01562 B  8-bit unsigned blocks of 256: udynamic8, fp32 scale, nearest
+#               |error| <= 0.00352 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.bnb8.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without gradients never returns to 0',
     "exp_avg_sq": 'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep it in fp32',
     "max_exp_avg_sq": "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those of a format of one's own that says so by `still`",
 }
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -59,22 +40,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        lr_over_one_minus_beta1_pow_t, peak_lr_2,
-    )
-
-
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -91,551 +56,185 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
-VARIANTS = (
-    Variant(
-        function="adamw_float32",
-        step="adamw",
-        kernel="adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "adamw_float32": {
+        "kernel": "adamw_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_small",
-        step="adamw",
-        kernel="adamw_float32_small",
-        param="float32",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float32_small": {
+        "kernel": "adamw_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamw_bfloat16",
-        step="adamw",
-        kernel="adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_bfloat16": {
+        "kernel": "adamw_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_small",
-        step="adamw",
-        kernel="adamw_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_bfloat16_small": {
+        "kernel": "adamw_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adamw_float16",
-        step="adamw",
-        kernel="adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float16": {
+        "kernel": "adamw_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_small",
-        step="adamw",
-        kernel="adamw_float16_small",
-        param="float16",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float16_small": {
+        "kernel": "adamw_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="adamw_float32_decouple_lr",
-        step="adamw",
-        kernel="adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float32_decouple_lr": {
+        "kernel": "adamw_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_decouple_lr_small",
-        step="adamw",
-        kernel="adamw_float32_small",
-        param="float32",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float32_decouple_lr_small": {
+        "kernel": "adamw_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamw_bfloat16_decouple_lr",
-        step="adamw",
-        kernel="adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_bfloat16_decouple_lr": {
+        "kernel": "adamw_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_decouple_lr_small",
-        step="adamw",
-        kernel="adamw_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_bfloat16_decouple_lr_small": {
+        "kernel": "adamw_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adamw_float16_decouple_lr",
-        step="adamw",
-        kernel="adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float16_decouple_lr": {
+        "kernel": "adamw_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_decouple_lr_small",
-        step="adamw",
-        kernel="adamw_float16_small",
-        param="float16",
-        small=True,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float16_decouple_lr_small": {
+        "kernel": "adamw_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float32_amsgrad": {
+        "kernel": "adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad_small",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad_small",
-        param="float32",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float32_amsgrad_small": {
+        "kernel": "adamw_float32_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_bfloat16_amsgrad": {
+        "kernel": "adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad_small",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad_small",
-        param="bfloat16",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_bfloat16_amsgrad_small": {
+        "kernel": "adamw_bfloat16_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float16_amsgrad": {
+        "kernel": "adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=256,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad_small",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad_small",
-        param="float16",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float16_amsgrad_small": {
+        "kernel": "adamw_float16_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_float32_amsgrad_decouple_lr": {
+        "kernel": "adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad_decouple_lr_small",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad_small",
-        param="float32",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float32_amsgrad_decouple_lr_small": {
+        "kernel": "adamw_float32_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_bfloat16_amsgrad_decouple_lr": {
+        "kernel": "adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad_decouple_lr_small",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad_small",
-        param="bfloat16",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_bfloat16_amsgrad_decouple_lr_small": {
+        "kernel": "adamw_bfloat16_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=127, state="exp_avg"),
-            Field("exp_avg_scale", "float32", per=256, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float32", per=256, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float32", per=256, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float16_amsgrad_decouple_lr": {
+        "kernel": "adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=256,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad_decouple_lr_small",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad_small",
-        param="float16",
-        small=True,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float16_amsgrad_decouple_lr_small": {
+        "kernel": "adamw_float16_amsgrad_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

@@ -5,13 +5,12 @@
 //   rebuild   optgen build adamw --plan bnb8
 //   explain   optgen explain adamw --plan bnb8
 //
-//   per bfloat16 parameter: 4.03125 B between steps
-//     p           2 B  bf16, nearest
-//                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     exp_avg     1.01562 B  8-bit signed blocks of 256: dynamic8, fp32 scale, nearest
-//                 |error| <= 0.00703 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
-//     exp_avg_sq  1.01562 B  8-bit unsigned blocks of 256: udynamic8, fp32 scale, nearest
-//                 |error| <= 0.00352 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
+//   p           2 B  bf16, nearest
+//               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   exp_avg     1.01562 B  8-bit signed blocks of 256: dynamic8, fp32 scale, nearest
+//               |error| <= 0.00703 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
+//   exp_avg_sq  1.01562 B  8-bit unsigned blocks of 256: udynamic8, fp32 scale, nearest
+//               |error| <= 0.00352 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
 //   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step, table
 // clang-format off

@@ -5,43 +5,23 @@
 #   rebuild   optgen build adamw --plan flashoptim
 #   explain   optgen explain adamw --plan flashoptim
 #
-#   per bfloat16 parameter: 5.125 B between steps
-#     p           3 B  bf16 and its rounding error in 1/254 ulp (FlashOptim)
-#                 |error| <= 1.54e-05 |x|; normal values
-#     exp_avg     1.0625 B  8-bit signed blocks of 32: softsign, fp16 scale, nearest
-#                 |error| <= 0.00784 scale; scale = largest |x| of the block, in [6.1e-05, 65504]; beyond it: no
-#                 bound
-#     exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-#                 |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no
-#                 bound
+#   p           3 B  bf16 and its rounding error in 1/254 ulp (FlashOptim)
+#               |error| <= 1.54e-05 |x|; normal values
+#   exp_avg     1.0625 B  8-bit signed blocks of 32: softsign, fp16 scale, nearest
+#               |error| <= 0.00784 scale; scale = largest |x| of the block, in [6.1e-05, 65504]; beyond it: no bound
+#   exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+#               |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no
+#               bound
 #   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.flashoptim.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
     "exp_avg_sq": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
     "max_exp_avg_sq": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
 }
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -85,22 +65,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
         one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        lr_over_one_minus_beta1_pow_t, peak_lr_2,
     )
 
 
@@ -244,301 +208,103 @@ def kernel_scalars_8(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adamw_float32",
-        step="adamw",
-        kernel="adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "adamw_float32": {
+        "kernel": "adamw_float32",
+        "kernel_scalars": (
+            "one_minus_lr_times_weight_decay", "beta1_times_one_over_127", "one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16",
-        step="adamw",
-        kernel="adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adamw_bfloat16": {
+        "kernel": "adamw_bfloat16",
+        "kernel_scalars": (
+            "one_over_127", "one_minus_lr_times_weight_decay", "beta1_times_one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('one_over_127', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_2,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16",
-        step="adamw",
-        kernel="adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float16": {
+        "kernel": "adamw_float16",
+        "kernel_scalars": (
+            "one_over_127", "one_minus_lr_times_weight_decay", "beta1_times_one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('one_over_127', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_2,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_decouple_lr",
-        step="adamw",
-        kernel="adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adamw_float32_decouple_lr": {
+        "kernel": "adamw_float32",
+        "kernel_scalars": (
+            "scalar_0", "beta1_times_one_over_127", "one_over_127", "one_minus_beta1_times_grad_scale", "scalar_4",
+            "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_3,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_decouple_lr",
-        step="adamw",
-        kernel="adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_3,
+    },
+    "adamw_bfloat16_decouple_lr": {
+        "kernel": "adamw_bfloat16",
+        "kernel_scalars": (
+            "one_over_127", "scalar_1", "beta1_times_one_over_127", "one_minus_beta1_times_grad_scale", "scalar_4",
+            "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('one_over_127', 'scalar_1', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_4,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_decouple_lr",
-        step="adamw",
-        kernel="adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_4,
+    },
+    "adamw_float16_decouple_lr": {
+        "kernel": "adamw_float16",
+        "kernel_scalars": (
+            "one_over_127", "scalar_1", "beta1_times_one_over_127", "one_minus_beta1_times_grad_scale", "scalar_4",
+            "scalar_5", "scalar_6", "scalar_7",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('one_over_127', 'scalar_1', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_4', 'scalar_5', 'scalar_6', 'scalar_7'),
-        kernel_host=kernel_scalars_4,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_4,
+    },
+    "adamw_float32_amsgrad": {
+        "kernel": "adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "sqrt_one_over_255_times_one_over_255", "one_minus_lr_times_weight_decay", "beta1_times_one_over_127",
+            "one_over_127", "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_5,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_5,
+    },
+    "adamw_bfloat16_amsgrad": {
+        "kernel": "adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "one_over_127", "sqrt_one_over_255_times_one_over_255", "one_minus_lr_times_weight_decay",
+            "beta1_times_one_over_127", "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7",
+            "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_6,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_6,
+    },
+    "adamw_float16_amsgrad": {
+        "kernel": "adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "one_over_127", "sqrt_one_over_255_times_one_over_255", "one_minus_lr_times_weight_decay",
+            "beta1_times_one_over_127", "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7",
+            "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'one_minus_lr_times_weight_decay', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_6,
-        block=32,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float32_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_6,
+    },
+    "adamw_float32_amsgrad_decouple_lr": {
+        "kernel": "adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "sqrt_one_over_255_times_one_over_255", "scalar_1", "beta1_times_one_over_127", "one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('sqrt_one_over_255_times_one_over_255', 'scalar_1', 'beta1_times_one_over_127', 'one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_7,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_bfloat16_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_7,
+    },
+    "adamw_bfloat16_amsgrad_decouple_lr": {
+        "kernel": "adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "one_over_127", "sqrt_one_over_255_times_one_over_255", "scalar_2", "beta1_times_one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'scalar_2', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_8,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-    Variant(
-        function="adamw_float16_amsgrad_decouple_lr",
-        step="adamw_amsgrad",
-        kernel="adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "float16", per=32, zero=0, state="exp_avg", nonneg=True),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_scale", "float16", per=32, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_codes", "uint8", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq_scale", "float16", per=32, zero=0, state="max_exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_8,
+    },
+    "adamw_float16_amsgrad_decouple_lr": {
+        "kernel": "adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "one_over_127", "sqrt_one_over_255_times_one_over_255", "scalar_2", "beta1_times_one_over_127",
+            "one_minus_beta1_times_grad_scale", "scalar_5", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('one_over_127', 'sqrt_one_over_255_times_one_over_255', 'scalar_2', 'beta1_times_one_over_127', 'one_minus_beta1_times_grad_scale', 'scalar_5', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars_8,
-        block=32,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg', 'max_exp_avg_sq': 'nonneg'}),
-    ),
-)
+        "kernel_host": kernel_scalars_8,
+    },
+}

@@ -5,15 +5,13 @@
 //   rebuild   optgen build adamw --plan flashoptim
 //   explain   optgen explain adamw --plan flashoptim
 //
-//   per bfloat16 parameter: 5.125 B between steps
-//     p           3 B  bf16 and its rounding error in 1/254 ulp (FlashOptim)
-//                 |error| <= 1.54e-05 |x|; normal values
-//     exp_avg     1.0625 B  8-bit signed blocks of 32: softsign, fp16 scale, nearest
-//                 |error| <= 0.00784 scale; scale = largest |x| of the block, in [6.1e-05, 65504]; beyond it: no
-//                 bound
-//     exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-//                 |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no
-//                 bound
+//   p           3 B  bf16 and its rounding error in 1/254 ulp (FlashOptim)
+//               |error| <= 1.54e-05 |x|; normal values
+//   exp_avg     1.0625 B  8-bit signed blocks of 32: softsign, fp16 scale, nearest
+//               |error| <= 0.00784 scale; scale = largest |x| of the block, in [6.1e-05, 65504]; beyond it: no bound
+//   exp_avg_sq  1.0625 B  8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+//               |error| <= 0.00196 scale; scale = largest |root| of the block, in [6.1e-05, 65504]; beyond it: no
+//               bound
 //   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, square, step
 // clang-format off

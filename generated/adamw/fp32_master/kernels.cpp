@@ -5,13 +5,12 @@
 //   rebuild   optgen build adamw --plan fp32_master
 //   explain   optgen explain adamw --plan fp32_master
 //
-//   per bfloat16 parameter: 14 B between steps
-//     p           6 B  bf16 and an fp32 copy
-//                 exact; every f32
-//     exp_avg     4 B  f32
-//                 exact; every f32
-//     exp_avg_sq  4 B  f32
-//                 exact; every f32
+//   p           6 B  bf16 and an fp32 copy
+//               exact; every f32
+//   exp_avg     4 B  f32
+//               exact; every f32
+//   exp_avg_sq  4 B  f32
+//               exact; every f32
 //   traffic   28 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off

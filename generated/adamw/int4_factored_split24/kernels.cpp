@@ -5,15 +5,13 @@
 //   rebuild   optgen build adamw --plan int4_factored_split24
 //   explain   optgen explain adamw --plan int4_factored_split24
 //
-//   per bfloat16 parameter: 3.53125 B between steps
-//     p           3 B  bf16 and 8 more bits, stochastic
-//                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-//     exp_avg     0.53125 B  4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
-//                 |error| <= 0.2 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-//                 0.00391)
-//     exp_avg_sq  0 B  means of rows and columns, f32
-//                 no bound for an element; the means of rows and columns are kept, to rounding: rows of at least
-//                 2^-100 of the mean of all, columns of at least 2^-100
+//   p           3 B  bf16 and 8 more bits, stochastic
+//               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+//   exp_avg     0.53125 B  4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
+//               |error| <= 0.2 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
+//   exp_avg_sq  0 B  means of rows and columns, f32
+//               no bound for an element; the means of rows and columns are kept, to rounding: rows of at least
+//               2^-100 of the mean of all, columns of at least 2^-100
 //   traffic   11.0625 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off

@@ -5,16 +5,15 @@
 #   rebuild   optgen build adamw --plan int5_int3_split24
 #   explain   optgen explain adamw --plan int5_int3_split24
 #
-#   per bfloat16 parameter: 4.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     0.65625 B  5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
-#                 |error| <= 0.0968 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-#                 0.00391)
-#     exp_avg_sq  0.40625 B  3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
-#                 |error| <= 0.357 root; for roots at most 2 octaves under their block's maximum; what lies further
-#                 below it may read as 2 octaves under it, what lies under 2^-63 as that; Inf reads as a number, so
-#                 that steps which it divides become too long where those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     0.65625 B  5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
+#               |error| <= 0.0968 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#               0.00391)
+#   exp_avg_sq  0.40625 B  3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
+#               |error| <= 0.357 root; for roots at most 2 octaves under their block's maximum; what lies further
+#               below it may read as 2 octaves under it, what lies under 2^-63 as that; Inf reads as a number, so
+#               that steps which it divides become too long where those of fp32 become 0
 #   traffic   10.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off

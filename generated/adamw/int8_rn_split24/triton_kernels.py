@@ -5,13 +5,12 @@
 #   rebuild   optgen build adamw --plan int8_rn_split24
 #   explain   optgen explain adamw --plan int8_rn_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, nearest
-#                 |error| <= 1.53e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-142 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
-#                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-#                 |error| <= 0.00196 scale; scale <= max(largest |root| of the block, 5.55e-17) * (1 + 0.00195)
+#   p           3 B  bf16 and 8 more bits, nearest
+#               |error| <= 1.53e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-142 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
+#               |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
+#               |error| <= 0.00196 scale; scale <= max(largest |root| of the block, 5.55e-17) * (1 + 0.00195)
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, square, step
 # fmt: off

@@ -5,14 +5,13 @@
 //   rebuild   optgen build adamw --plan lpmm4_factor
 //   explain   optgen explain adamw --plan lpmm4_factor
 //
-//   per bfloat16 parameter: 2.53125 B between steps
-//     p           2 B  bf16, nearest
-//                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
-//                 |error| <= 0.113 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
-//     exp_avg_sq  0 B  means of rows and columns, f32, the new value read as kept
-//                 no bound for an element; the means of rows and columns are kept, to rounding: rows of at least
-//                 2^-100 of the mean of all, columns of at least 2^-100
+//   p           2 B  bf16, nearest
+//               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
+//               |error| <= 0.113 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
+//   exp_avg_sq  0 B  means of rows and columns, f32, the new value read as kept
+//               no bound for an element; the means of rows and columns are kept, to rounding: rows of at least
+//               2^-100 of the mean of all, columns of at least 2^-100
 //   traffic   9.0625 B per bfloat16 parameter and step: 3 sweeps
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step, table
 // clang-format off

@@ -5,13 +5,12 @@
 //   rebuild   optgen build adamw --plan split32
 //   explain   optgen explain adamw --plan split32
 //
-//   per bfloat16 parameter: 8 B between steps
-//     p           4 B  bf16 and 16 more bits
-//                 exact; every f32 but NaN, whose payload is lost
-//     exp_avg     2 B  bf16, stochastic
-//                 |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     exp_avg_sq  2 B  bf16, stochastic
-//                 |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   p           4 B  bf16 and 16 more bits
+//               exact; every f32 but NaN, whose payload is lost
+//   exp_avg     2 B  bf16, stochastic
+//               |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   exp_avg_sq  2 B  bf16, stochastic
+//               |error| <= 0.00781 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   traffic   18 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off

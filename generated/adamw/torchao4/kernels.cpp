@@ -5,13 +5,12 @@
 //   rebuild   optgen build adamw --plan torchao4
 //   explain   optgen explain adamw --plan torchao4
 //
-//   per bfloat16 parameter: 3.0625 B between steps
-//     p           2 B  bf16, nearest
-//                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 (from 1e-12) scale, nearest
-//                 |error| <= 0.113 scale; scale <= max(largest |x| of the block, 1e-12) * (1 + 0)
-//     exp_avg_sq  0.53125 B  4-bit unsigned blocks of 128: linear4_nozero, fp32 (from 1e-12) scale, nearest
-//                 |error| <= 0.0625 scale; scale <= max(largest |x| of the block, 1e-12) * (1 + 0)
+//   p           2 B  bf16, nearest
+//               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 (from 1e-12) scale, nearest
+//               |error| <= 0.113 scale; scale <= max(largest |x| of the block, 1e-12) * (1 + 0)
+//   exp_avg_sq  0.53125 B  4-bit unsigned blocks of 128: linear4_nozero, fp32 (from 1e-12) scale, nearest
+//               |error| <= 0.0625 scale; scale <= max(largest |x| of the block, 1e-12) * (1 + 0)
 //   traffic   8.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step, table
 // clang-format off

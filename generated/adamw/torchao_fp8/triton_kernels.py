@@ -5,13 +5,12 @@
 #   rebuild   optgen build adamw --plan torchao_fp8
 #   explain   optgen explain adamw --plan torchao_fp8
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     1.01562 B  e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
-#                 |error| <= 0.0357 largest; largest <= max(largest |x| of the block, 1e-12) * (1 + 0)
-#     exp_avg_sq  1.01562 B  e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
-#                 |error| <= 0.0357 largest; largest <= max(largest |x| of the block, 1e-12) * (1 + 0)
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     1.01562 B  e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
+#               |error| <= 0.0357 largest; largest <= max(largest |x| of the block, 1e-12) * (1 + 0)
+#   exp_avg_sq  1.01562 B  e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
+#               |error| <= 0.0357 largest; largest <= max(largest |x| of the block, 1e-12) * (1 + 0)
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 # fmt: off

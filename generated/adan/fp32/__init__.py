@@ -5,42 +5,20 @@
 #   rebuild   optgen build adan --plan fp32
 #   explain   optgen explain adan --plan fp32
 #
-#   per bfloat16 parameter: 18 B between steps
-#     p             2 B  bf16, nearest
-#                   |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg       4 B  f32
-#                   exact; every f32
-#     exp_avg_diff  4 B  f32
-#                   exact; every f32
-#     exp_avg_sq    4 B  f32
-#                   exact; every f32
-#     prev_grad     4 B  f32
-#                   exact; every f32
+#   p             2 B  bf16, nearest
+#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg       4 B  f32
+#                 exact; every f32
+#   exp_avg_diff  4 B  f32
+#                 exact; every f32
+#   exp_avg_sq    4 B  f32
+#                 exact; every f32
+#   prev_grad     4 B  f32
+#                 exact; every f32
 #   traffic   38 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta3 = 1 - beta3
-    sqrt_one_minus_beta3_pow_t = root(1 - beta3**step)
-    avg_lr = divide(lr, 1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
-    diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
-    one_plus_lr_times_weight_decay = 1 + lr * weight_decay
-    return (
-        beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2,
-        one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -64,74 +42,32 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adan_float32",
-        step="adan",
-        kernel="adan_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+KERNELS = {
+    "adan_float32": {
+        "kernel": "adan_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adan_bfloat16",
-        step="adan",
-        kernel="adan_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_bfloat16": {
+        "kernel": "adan_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adan_float16",
-        step="adan",
-        kernel="adan_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_float16": {
+        "kernel": "adan_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

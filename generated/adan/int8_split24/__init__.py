@@ -5,45 +5,23 @@
 #   rebuild   optgen build adan --plan int8_split24
 #   explain   optgen explain adan --plan int8_split24
 #
-#   per bfloat16 parameter: 7.125 B between steps
-#     p             3 B  bf16 and 8 more bits, stochastic
-#                   |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg       1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                   |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_diff  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                   |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                   |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further
-#                   below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at
-#                   most 1.5 cells more than that; Inf reads as a number, so that steps which it divides become too
-#                   long where those of fp32 become 0
-#     prev_grad     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
-#                   |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p             3 B  bf16 and 8 more bits, stochastic
+#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg       1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_diff  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#                 those of fp32 become 0
+#   prev_grad     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
+#                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   16.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta3 = 1 - beta3
-    sqrt_one_minus_beta3_pow_t = root(1 - beta3**step)
-    avg_lr = divide(lr, 1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
-    diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
-    one_plus_lr_times_weight_decay = 1 + lr * weight_decay
-    return (
-        beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2,
-        one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -67,159 +45,59 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adan_float32",
-        step="adan",
-        kernel="adan_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_diff_codes", "uint8", per=1, zero=128, state="exp_avg_diff"),
-            Field("exp_avg_diff_scale", "int16", per=64, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("prev_grad_codes", "uint8", per=1, zero=128, state="prev_grad"),
-            Field("prev_grad_scale", "int16", per=64, zero=0, state="prev_grad"),
+KERNELS = {
+    "adan_float32": {
+        "kernel": "adan_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
-    ),
-    Variant(
-        function="adan_float32_small",
-        step="adan",
-        kernel="adan_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_float32_small": {
+        "kernel": "adan_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adan_bfloat16",
-        step="adan",
-        kernel="adan_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_diff_codes", "uint8", per=1, zero=128, state="exp_avg_diff"),
-            Field("exp_avg_diff_scale", "int16", per=64, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("prev_grad_codes", "uint8", per=1, zero=128, state="prev_grad"),
-            Field("prev_grad_scale", "int16", per=64, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_bfloat16": {
+        "kernel": "adan_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
-    ),
-    Variant(
-        function="adan_bfloat16_small",
-        step="adan",
-        kernel="adan_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_bfloat16_small": {
+        "kernel": "adan_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adan_float16",
-        step="adan",
-        kernel="adan_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_diff_codes", "uint8", per=1, zero=128, state="exp_avg_diff"),
-            Field("exp_avg_diff_scale", "int16", per=64, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("prev_grad_codes", "uint8", per=1, zero=128, state="prev_grad"),
-            Field("prev_grad_scale", "int16", per=64, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_float16": {
+        "kernel": "adan_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_diff': 'signed', 'exp_avg_sq': 'nonneg', 'prev_grad': 'signed'}, noise={'exp_avg': (0, 20), 'exp_avg_diff': (0, 0), 'exp_avg_sq': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
-    ),
-    Variant(
-        function="adan_float16_small",
-        step="adan",
-        kernel="adan_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_diff", "float32", per=1, zero=0, state="exp_avg_diff"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("prev_grad", "float32", per=1, zero=0, state="prev_grad"),
+        "kernel_host": kernel_scalars,
+    },
+    "adan_float16_small": {
+        "kernel": "adan_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'beta2', 'beta3', 'eps', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta3', 'sqrt_one_minus_beta3_pow_t', 'avg_lr', 'diff_lr', 'one_plus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'beta3', 'grad_scale', 'where_lt_one_t_one_zero', 'one_minus_beta1_times_grad_scale', 'one_minus_beta2', 'one_minus_beta3', 'avg_lr', 'diff_lr', 'scalar_6', 'scalar_7', 'one_over_one_plus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,50 +5,18 @@
 #   rebuild   optgen build ademamix --plan fp32
 #   explain   optgen explain ademamix --plan fp32
 #
-#   per bfloat16 parameter: 14 B between steps
-#     p             2 B  bf16, nearest
-#                   |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg       4 B  f32
-#                   exact; every f32
-#     exp_avg_slow  4 B  f32
-#                   exact; every f32
-#     exp_avg_sq    4 B  f32
-#                   exact; every f32
+#   p             2 B  bf16, nearest
+#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg       4 B  f32
+#                 exact; every f32
+#   exp_avg_slow  4 B  f32
+#                 exact; every f32
+#   exp_avg_sq    4 B  f32
+#                 exact; every f32
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log1 = log(larger(beta1, 1e-08))
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(larger(beta3, 1e-08))
-    # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
-    slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
-    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
-    scalar_3 = 1 - beta3_now
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
-    # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
-    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
-    return (
-        lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
@@ -82,71 +50,29 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     )
 
 
-VARIANTS = (
-    Variant(
-        function="ademamix_float32",
-        step="ademamix",
-        kernel="ademamix_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "ademamix_float32": {
+        "kernel": "ademamix_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="ademamix_bfloat16",
-        step="ademamix",
-        kernel="ademamix_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_bfloat16": {
+        "kernel": "ademamix_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="ademamix_float16",
-        step="ademamix",
-        kernel="ademamix_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_float16": {
+        "kernel": "ademamix_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,54 +5,22 @@
 #   rebuild   optgen build ademamix --plan int8_split24
 #   explain   optgen explain ademamix --plan int8_split24
 #
-#   per bfloat16 parameter: 6.09375 B between steps
-#     p             3 B  bf16 and 8 more bits, stochastic
-#                   |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg       1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-#                   |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-#                   0.00391)
-#     exp_avg_slow  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                   |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                   |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further
-#                   below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at
-#                   most 1.5 cells more than that; Inf reads as a number, so that steps which it divides become too
-#                   long where those of fp32 become 0
+#   p             3 B  bf16 and 8 more bits, stochastic
+#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg       1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+#                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#                 0.00391)
+#   exp_avg_slow  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq    1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#                 those of fp32 become 0
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2, beta3 = betas
-    # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log1 = log(larger(beta1, 1e-08))
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(larger(beta3, 1e-08))
-    # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
-    slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
-    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
-    scalar_3 = 1 - beta3_now
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
-    # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
-    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
-    return (
-        lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
@@ -86,150 +54,53 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     )
 
 
-VARIANTS = (
-    Variant(
-        function="ademamix_float32",
-        step="ademamix",
-        kernel="ademamix_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_slow_codes", "uint8", per=1, zero=128, state="exp_avg_slow"),
-            Field("exp_avg_slow_scale", "int16", per=64, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "ademamix_float32": {
+        "kernel": "ademamix_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20)}, words=((16777232, (), False), (16777216, (), False))),
-    ),
-    Variant(
-        function="ademamix_float32_small",
-        step="ademamix",
-        kernel="ademamix_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_float32_small": {
+        "kernel": "ademamix_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="ademamix_bfloat16",
-        step="ademamix",
-        kernel="ademamix_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_slow_codes", "uint8", per=1, zero=128, state="exp_avg_slow"),
-            Field("exp_avg_slow_scale", "int16", per=64, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_bfloat16": {
+        "kernel": "ademamix_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
-    ),
-    Variant(
-        function="ademamix_bfloat16_small",
-        step="ademamix",
-        kernel="ademamix_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_bfloat16_small": {
+        "kernel": "ademamix_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="ademamix_float16",
-        step="ademamix",
-        kernel="ademamix_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_slow_codes", "uint8", per=1, zero=128, state="exp_avg_slow"),
-            Field("exp_avg_slow_scale", "int16", per=64, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_float16": {
+        "kernel": "ademamix_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_slow': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0), 'exp_avg_slow': (1, 20), 'p': (1, 0)}, words=((16777232, (), False), (16777217, (), False))),
-    ),
-    Variant(
-        function="ademamix_float16_small",
-        step="ademamix",
-        kernel="ademamix_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_slow", "float32", per=1, zero=0, state="exp_avg_slow"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "ademamix_float16_small": {
+        "kernel": "ademamix_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
         ),
-        scalars=('lr', 'beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'beta3_now', 'scalar_3', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'mix'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'beta3_now', 'scalar_3', 'scalar_4', 'lr_times_one_over_one_minus_beta1_pow_t', 'scalar_6', 'scalar_7', 'scalar_8'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

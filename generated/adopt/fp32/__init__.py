@@ -5,35 +5,16 @@
 #   rebuild   optgen build adopt --plan fp32
 #   explain   optgen explain adopt --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, power
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (
-        lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
-        one_minus_where_lt_one_t_beta2_zero,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -48,22 +29,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
         one_minus_where_lt_one_t_beta2_zero, decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 1 < step
-    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (
-        lr, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
-        one_minus_where_lt_one_t_beta2_zero,
     )
 
 
@@ -84,131 +49,53 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adopt_float32",
-        step="adopt",
-        kernel="adopt_float32",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "adopt_float32": {
+        "kernel": "adopt_float32",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adopt_bfloat16",
-        step="adopt",
-        kernel="adopt_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_bfloat16": {
+        "kernel": "adopt_bfloat16",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adopt_float16",
-        step="adopt",
-        kernel="adopt_float16",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float16": {
+        "kernel": "adopt_float16",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="adopt_float32_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float32_decoupled_weight_decay",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float32_decoupled_weight_decay": {
+        "kernel": "adopt_float32_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adopt_bfloat16_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_bfloat16_decoupled_weight_decay",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_bfloat16_decoupled_weight_decay": {
+        "kernel": "adopt_bfloat16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="adopt_float16_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float16_decoupled_weight_decay",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_float16_decoupled_weight_decay": {
+        "kernel": "adopt_float16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

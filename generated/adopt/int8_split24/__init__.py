@@ -5,38 +5,19 @@
 #   rebuild   optgen build adopt --plan int8_split24
 #   explain   optgen explain adopt --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#               |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, power
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (
-        lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
-        one_minus_where_lt_one_t_beta2_zero,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -51,22 +32,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
         one_minus_where_lt_one_t_beta2_zero, decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 1 < step
-    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
-    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
-    one_minus_beta1 = 1 - beta1
-    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (
-        lr, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
-        one_minus_where_lt_one_t_beta2_zero,
     )
 
 
@@ -87,277 +52,101 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="adopt_float32",
-        step="adopt",
-        kernel="adopt_float32",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "adopt_float32": {
+        "kernel": "adopt_float32",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="adopt_float32_small",
-        step="adopt",
-        kernel="adopt_float32_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float32_small": {
+        "kernel": "adopt_float32_small",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adopt_bfloat16",
-        step="adopt",
-        kernel="adopt_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_bfloat16": {
+        "kernel": "adopt_bfloat16",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adopt_bfloat16_small",
-        step="adopt",
-        kernel="adopt_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_bfloat16_small": {
+        "kernel": "adopt_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adopt_float16",
-        step="adopt",
-        kernel="adopt_float16",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float16": {
+        "kernel": "adopt_float16",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adopt_float16_small",
-        step="adopt",
-        kernel="adopt_float16_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float16_small": {
+        "kernel": "adopt_float16_small",
+        "kernel_scalars": (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'eps', 'weight_decay', 'grad_scale', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'one_minus_where_lt_one_t_beta2_zero', 'decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adopt_float32_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float32_decoupled_weight_decay",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "adopt_float32_decoupled_weight_decay": {
+        "kernel": "adopt_float32_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="adopt_float32_decoupled_weight_decay_small",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float32_decoupled_weight_decay_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_float32_decoupled_weight_decay_small": {
+        "kernel": "adopt_float32_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="adopt_bfloat16_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_bfloat16_decoupled_weight_decay",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_bfloat16_decoupled_weight_decay": {
+        "kernel": "adopt_bfloat16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adopt_bfloat16_decoupled_weight_decay_small",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_bfloat16_decoupled_weight_decay_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_bfloat16_decoupled_weight_decay_small": {
+        "kernel": "adopt_bfloat16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="adopt_float16_decoupled_weight_decay",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float16_decoupled_weight_decay",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_float16_decoupled_weight_decay": {
+        "kernel": "adopt_float16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg': (0, 20), 'exp_avg_sq': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="adopt_float16_decoupled_weight_decay_small",
-        step="adopt_decoupled_weight_decay",
-        kernel="adopt_float16_decoupled_weight_decay_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "adopt_float16_decoupled_weight_decay_small": {
+        "kernel": "adopt_float16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
-        scalars=('lr', 'beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'decay', 'one_minus_where_lt_one_t_beta2_zero'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'eps', 'grad_scale', 'scalar_0', 'minus_t_minus_one_pow_0p25', 'bound', 'one_minus_beta1', 'minus_lr', 'scalar_5', 'decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

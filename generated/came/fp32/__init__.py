@@ -5,40 +5,22 @@
 #   rebuild   optgen build came --plan fp32
 #   explain   optgen explain came --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg          4 B  f32
-#                      exact; every f32
-#     exp_avg_sq_row   0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_sq_col   0 B  f32, one per col
-#                      exact; every f32
-#     exp_avg_res_row  0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_res_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg          4 B  f32
+#                    exact; every f32
+#   exp_avg_sq_row   0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_sq_col   0 B  f32, one per col
+#                    exact; every f32
+#   exp_avg_res_row  0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_res_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    eps1, eps2 = eps
-    beta1, beta2, beta3 = betas
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta3 = 1 - beta3
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3,
-        one_minus_beta3, lr, one_minus_lr_times_weight_decay,
-    )
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
@@ -53,19 +35,6 @@ def kernel_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_d
     return (
         eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, clip_threshold, beta1, grad_scale,
         one_minus_beta1_times_grad_scale, eps2, beta3, one_minus_beta3, lr, one_minus_lr_times_weight_decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    eps1, eps2 = eps
-    beta1, beta2, beta3 = betas
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta1 = 1 - beta1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        eps1, beta2, grad_scale, one_minus_beta2, clip_threshold, lr, beta1, one_minus_beta1,
-        one_minus_lr_times_weight_decay,
     )
 
 
@@ -84,272 +53,374 @@ def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight
     )
 
 
-VARIANTS = (
-    Variant(
-        function="came_float32",
-        step="came",
-        kernel="came_float32",
-        param="float32",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
-            Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
-            Field("exp_avg_res_row", "float32", per=1, zero=0, state="exp_avg_res_row", space="row", nonneg=True),
-            Field("exp_avg_res_col", "float32", per=1, zero=0, state="exp_avg_res_col", space="col", nonneg=True),
+KERNELS = {
+    "came_float32": {
+        "kernel": "came_float32",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1", "grad_scale",
+            "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('eps1', 'grad_scale', 'beta2', 'one_minus_beta2', 'clip_threshold', 'eps2', 'beta1', 'one_minus_beta1', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'eps2', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('exp_avg',)),
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", "mat_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
             Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("one_over_one_max_tensor_div", "tensor"),
             Temp("row_mul_3", "row"),
-            Temp("row_sum_for_exp_avg_res_row", "row", "row_sum", "elem"),
-            Temp("col_sum_for_exp_avg_res_col", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_res_row", "mat", "mat_sum", "row"),
+            Temp("row_sum_for_exp_avg_res_row", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_exp_avg_res_col", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_res_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_res_col_2", "col"),
             Temp("mat_sum_of_exp_avg_res_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div_2", "row"),
         ),
-        stages=(
-            Stage("came_float32_1", "elem", 0, (), temps=('col_sum_for_exp_avg_sq_col', 'row_sum_for_exp_avg_sq_row'), matrices=True, block=1),
-            Stage("came_float32_2", "row", 1, (0, 1, 2, 3), temps=('mat_sum_of_exp_avg_sq_row',), matrices=True, block=1),
-            Stage("came_float32_3", "col", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_col_2',), matrices=True, block=1),
-            Stage("came_float32_4", "mat", 1, (), temps=('mat_sum_of_exp_avg_sq_row_over_rows',), matrices=True, block=1),
-            Stage("came_float32_5", "row", 1, (), temps=('one_over_sqrt_row_div',), matrices=True, block=1),
-            Stage("came_float32_6", "elem", 2, (), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("came_float32_7", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("came_float32_8", "tensor", 3, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float32_9", "row", 3, (), temps=('row_mul_3',), matrices=True, block=1),
-            Stage("came_float32_10", "elem", 4, (5, 6, 7), temps=('row_sum_for_exp_avg_res_row', 'col_sum_for_exp_avg_res_col'), matrices=True, block=1),
-            Stage("came_float32_11", "row", 5, (8, 9, 10), temps=('mat_sum_of_exp_avg_res_row',), matrices=True, block=1),
-            Stage("came_float32_12", "col", 5, (8, 9, 10), temps=('one_over_sqrt_exp_avg_res_col_2',), matrices=True, block=1),
-            Stage("came_float32_13", "mat", 5, (), temps=('mat_sum_of_exp_avg_res_row_over_rows',), matrices=True, block=1),
-            Stage("came_float32_14", "row", 5, (), temps=('one_over_sqrt_row_div_2',), matrices=True, block=1),
-            Stage("came_float32_15", "elem", 6, (11, 12), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "came_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_float32_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True),
+            Stage("came_float32_6", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True),
+            Stage("came_float32_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("came_float32_8", "tensor", level=3, scalars=(4, 2), temps=("one_over_one_max_tensor_div",)),
+            Stage("came_float32_9", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True),
+            Stage(
+                "came_float32_10",
+                "elem",
+                level=4,
+                scalars=(5, 6, 7),
+                temps=("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_11",
+                "row",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("mat_sum_of_exp_avg_res_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_12",
+                "col",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("one_over_sqrt_exp_avg_res_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_13",
+                "mat",
+                level=5,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_res_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_float32_14", "row", level=5, scalars=(), temps=("one_over_sqrt_row_div_2",), matrices=True),
+            Stage("came_float32_15", "elem", level=6, scalars=(11, 12), matrices=True),
         ),
-    ),
-    Variant(
-        function="came_bfloat16",
-        step="came",
-        kernel="came_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
-            Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
-            Field("exp_avg_res_row", "float32", per=1, zero=0, state="exp_avg_res_row", space="row", nonneg=True),
-            Field("exp_avg_res_col", "float32", per=1, zero=0, state="exp_avg_res_col", space="col", nonneg=True),
+    },
+    "came_bfloat16": {
+        "kernel": "came_bfloat16",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1", "grad_scale",
+            "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('eps1', 'grad_scale', 'beta2', 'one_minus_beta2', 'clip_threshold', 'eps2', 'beta1', 'one_minus_beta1', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'eps2', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg',)),
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", "mat_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
             Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("one_over_one_max_tensor_div", "tensor"),
             Temp("row_mul_3", "row"),
-            Temp("row_sum_for_exp_avg_res_row", "row", "row_sum", "elem"),
-            Temp("col_sum_for_exp_avg_res_col", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_res_row", "mat", "mat_sum", "row"),
+            Temp("row_sum_for_exp_avg_res_row", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_exp_avg_res_col", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_res_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_res_col_2", "col"),
             Temp("mat_sum_of_exp_avg_res_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div_2", "row"),
         ),
-        stages=(
-            Stage("came_bfloat16_1", "elem", 0, (), temps=('col_sum_for_exp_avg_sq_col', 'row_sum_for_exp_avg_sq_row'), matrices=True, block=1),
-            Stage("came_float32_2", "row", 1, (0, 1, 2, 3), temps=('mat_sum_of_exp_avg_sq_row',), matrices=True, block=1),
-            Stage("came_bfloat16_3", "col", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_col_2',), matrices=True, block=1),
-            Stage("came_bfloat16_4", "mat", 1, (), temps=('mat_sum_of_exp_avg_sq_row_over_rows',), matrices=True, block=1),
-            Stage("came_bfloat16_5", "row", 1, (), temps=('one_over_sqrt_row_div',), matrices=True, block=1),
-            Stage("came_bfloat16_6", "elem", 2, (), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("came_float32_7", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("came_bfloat16_8", "tensor", 3, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_bfloat16_9", "row", 3, (), temps=('row_mul_3',), matrices=True, block=1),
-            Stage("came_bfloat16_10", "elem", 4, (5, 6, 7), temps=('row_sum_for_exp_avg_res_row', 'col_sum_for_exp_avg_res_col'), matrices=True, block=1),
-            Stage("came_float32_11", "row", 5, (8, 9, 10), temps=('mat_sum_of_exp_avg_res_row',), matrices=True, block=1),
-            Stage("came_bfloat16_12", "col", 5, (8, 9, 10), temps=('one_over_sqrt_exp_avg_res_col_2',), matrices=True, block=1),
-            Stage("came_bfloat16_13", "mat", 5, (), temps=('mat_sum_of_exp_avg_res_row_over_rows',), matrices=True, block=1),
-            Stage("came_bfloat16_14", "row", 5, (), temps=('one_over_sqrt_row_div_2',), matrices=True, block=1),
-            Stage("came_bfloat16_15", "elem", 6, (11, 12), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "came_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_bfloat16_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_bfloat16_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_bfloat16_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True),
+            Stage("came_bfloat16_6", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True),
+            Stage("came_float32_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("came_bfloat16_8", "tensor", level=3, scalars=(4, 2), temps=("one_over_one_max_tensor_div",)),
+            Stage("came_bfloat16_9", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True),
+            Stage(
+                "came_bfloat16_10",
+                "elem",
+                level=4,
+                scalars=(5, 6, 7),
+                temps=("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_11",
+                "row",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("mat_sum_of_exp_avg_res_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_bfloat16_12",
+                "col",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("one_over_sqrt_exp_avg_res_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_bfloat16_13",
+                "mat",
+                level=5,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_res_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_bfloat16_14", "row", level=5, scalars=(), temps=("one_over_sqrt_row_div_2",), matrices=True),
+            Stage("came_bfloat16_15", "elem", level=6, scalars=(11, 12), matrices=True),
         ),
-    ),
-    Variant(
-        function="came_float16",
-        step="came",
-        kernel="came_float16",
-        param="float16",
-        small=False,
-        flags={'factored': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
-            Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
-            Field("exp_avg_res_row", "float32", per=1, zero=0, state="exp_avg_res_row", space="row", nonneg=True),
-            Field("exp_avg_res_col", "float32", per=1, zero=0, state="exp_avg_res_col", space="col", nonneg=True),
+    },
+    "came_float16": {
+        "kernel": "came_float16",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1", "grad_scale",
+            "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('eps1', 'grad_scale', 'beta2', 'one_minus_beta2', 'clip_threshold', 'eps2', 'beta1', 'one_minus_beta1', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'eps2', 'beta3', 'one_minus_beta3', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg',)),
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", "col_sum", "elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", "mat_sum", "row"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
             Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", "row_sum", "elem"),
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
             Temp("one_over_one_max_tensor_div", "tensor"),
             Temp("row_mul_3", "row"),
-            Temp("row_sum_for_exp_avg_res_row", "row", "row_sum", "elem"),
-            Temp("col_sum_for_exp_avg_res_col", "col", "col_sum", "elem"),
-            Temp("mat_sum_of_exp_avg_res_row", "mat", "mat_sum", "row"),
+            Temp("row_sum_for_exp_avg_res_row", "row", reduction="row_sum", source="elem"),
+            Temp("col_sum_for_exp_avg_res_col", "col", reduction="col_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_res_row", "mat", reduction="mat_sum", source="row"),
             Temp("one_over_sqrt_exp_avg_res_col_2", "col"),
             Temp("mat_sum_of_exp_avg_res_row_over_rows", "mat"),
             Temp("one_over_sqrt_row_div_2", "row"),
         ),
-        stages=(
-            Stage("came_float16_1", "elem", 0, (), temps=('col_sum_for_exp_avg_sq_col', 'row_sum_for_exp_avg_sq_row'), matrices=True, block=1),
-            Stage("came_float32_2", "row", 1, (0, 1, 2, 3), temps=('mat_sum_of_exp_avg_sq_row',), matrices=True, block=1),
-            Stage("came_float16_3", "col", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_col_2',), matrices=True, block=1),
-            Stage("came_float16_4", "mat", 1, (), temps=('mat_sum_of_exp_avg_sq_row_over_rows',), matrices=True, block=1),
-            Stage("came_float16_5", "row", 1, (), temps=('one_over_sqrt_row_div',), matrices=True, block=1),
-            Stage("came_float16_6", "elem", 2, (), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("came_float32_7", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
-            Stage("came_float16_8", "tensor", 3, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float16_9", "row", 3, (), temps=('row_mul_3',), matrices=True, block=1),
-            Stage("came_float16_10", "elem", 4, (5, 6, 7), temps=('row_sum_for_exp_avg_res_row', 'col_sum_for_exp_avg_res_col'), matrices=True, block=1),
-            Stage("came_float32_11", "row", 5, (8, 9, 10), temps=('mat_sum_of_exp_avg_res_row',), matrices=True, block=1),
-            Stage("came_float16_12", "col", 5, (8, 9, 10), temps=('one_over_sqrt_exp_avg_res_col_2',), matrices=True, block=1),
-            Stage("came_float16_13", "mat", 5, (), temps=('mat_sum_of_exp_avg_res_row_over_rows',), matrices=True, block=1),
-            Stage("came_float16_14", "row", 5, (), temps=('one_over_sqrt_row_div_2',), matrices=True, block=1),
-            Stage("came_float16_15", "elem", 6, (11, 12), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "came_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float16_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float16_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_float16_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True),
+            Stage("came_float16_6", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True),
+            Stage("came_float32_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True),
+            Stage("came_float16_8", "tensor", level=3, scalars=(4, 2), temps=("one_over_one_max_tensor_div",)),
+            Stage("came_float16_9", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True),
+            Stage(
+                "came_float16_10",
+                "elem",
+                level=4,
+                scalars=(5, 6, 7),
+                temps=("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col"),
+                matrices=True,
+            ),
+            Stage(
+                "came_float32_11",
+                "row",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("mat_sum_of_exp_avg_res_row",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float16_12",
+                "col",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("one_over_sqrt_exp_avg_res_col_2",),
+                matrices=True,
+            ),
+            Stage(
+                "came_float16_13",
+                "mat",
+                level=5,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_res_row_over_rows",),
+                matrices=True,
+            ),
+            Stage("came_float16_14", "row", level=5, scalars=(), temps=("one_over_sqrt_row_div_2",), matrices=True),
+            Stage("came_float16_15", "elem", level=6, scalars=(11, 12), matrices=True),
         ),
-    ),
-    Variant(
-        function="came_float32_no_factored",
-        step="came_no_factored",
-        kernel="came_float32_no_factored",
-        param="float32",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "came_float32_no_factored": {
+        "kernel": "came_float32_no_factored",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("came_float32_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float32_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("came_float32_no_factored_1", "elem", level=0, scalars=(0, 1, 2, 3), temps=("tensor_sum_of_g",)),
+            Stage(
+                "came_float32_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 2),
+                temps=("one_over_one_max_tensor_div",),
+            ),
+            Stage("came_float32_no_factored_3", "elem", level=2, scalars=(0, 5, 1, 2, 3, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="came_bfloat16_no_factored",
-        step="came_no_factored",
-        kernel="came_bfloat16_no_factored",
-        param="bfloat16",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "came_bfloat16_no_factored": {
+        "kernel": "came_bfloat16_no_factored",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("came_bfloat16_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_bfloat16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("came_bfloat16_no_factored_1", "elem", level=0, scalars=(0, 1, 2, 3), temps=("tensor_sum_of_g",)),
+            Stage(
+                "came_float32_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 2),
+                temps=("one_over_one_max_tensor_div",),
+            ),
+            Stage("came_bfloat16_no_factored_3", "elem", level=2, scalars=(0, 5, 1, 2, 3, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="came_float16_no_factored",
-        step="came_no_factored",
-        kernel="came_float16_no_factored",
-        param="float16",
-        small=False,
-        flags={'factored': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "came_float16_no_factored": {
+        "kernel": "came_float16_no_factored",
+        "kernel_scalars": (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('eps1', 'beta2', 'grad_scale_times_grad_scale', 'one_minus_beta2', 'clip_threshold', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_one_max_tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("came_float16_no_factored_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("came_float32_no_factored_2", "tensor", 1, (4, 2), temps=('one_over_one_max_tensor_div',), matrices=False, block=1),
-            Stage("came_float16_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("came_float16_no_factored_1", "elem", level=0, scalars=(0, 1, 2, 3), temps=("tensor_sum_of_g",)),
+            Stage(
+                "came_float32_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 2),
+                temps=("one_over_one_max_tensor_div",),
+            ),
+            Stage("came_float16_no_factored_3", "elem", level=2, scalars=(0, 5, 1, 2, 3, 6, 7, 8)),
         ),
-    ),
-)
+    },
+}

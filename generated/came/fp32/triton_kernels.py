@@ -5,19 +5,18 @@
 #   rebuild   optgen build came --plan fp32
 #   explain   optgen explain came --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg          4 B  f32
-#                      exact; every f32
-#     exp_avg_sq_row   0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_sq_col   0 B  f32, one per col
-#                      exact; every f32
-#     exp_avg_res_row  0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_res_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg          4 B  f32
+#                    exact; every f32
+#   exp_avg_sq_row   0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_sq_col   0 B  f32, one per col
+#                    exact; every f32
+#   exp_avg_res_row  0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_res_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 #   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off

@@ -5,19 +5,18 @@
 #   rebuild   optgen build came --plan int8_split24
 #   explain   optgen explain came --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p                3 B  bf16 and 8 more bits, stochastic
-#                      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg          1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                      |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq_row   0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_sq_col   0 B  f32, one per col
-#                      exact; every f32
-#     exp_avg_res_row  0 B  f32, one per row
-#                      exact; every f32
-#     exp_avg_res_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                3 B  bf16 and 8 more bits, stochastic
+#                    |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg          1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                    |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq_row   0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_sq_col   0 B  f32, one per col
+#                    exact; every f32
+#   exp_avg_res_row  0 B  f32, one per row
+#                    exact; every f32
+#   exp_avg_res_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   15.0938 B per bfloat16 parameter and step: 4 sweeps
 #   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off

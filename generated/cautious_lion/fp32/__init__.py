@@ -5,27 +5,14 @@
 #   rebuild   optgen build cautious_lion --plan fp32
 #   explain   optgen explain cautious_lion --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p        2 B  bf16, nearest
-#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg  4 B  f32
-#              exact; every f32
+#   p        2 B  bf16, nearest
+#            |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg  4 B  f32
+#            exact; every f32
 #   traffic   20 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta2 = 1 - beta2
-    return (beta1, grad_scale, one_minus_beta1, lr, beta2, one_minus_lr_times_weight_decay, one_minus_beta2)
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
@@ -40,92 +27,56 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="cautious_lion_float32",
-        step="cautious_lion",
-        kernel="cautious_lion_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+KERNELS = {
+    "cautious_lion_float32": {
+        "kernel": "cautious_lion_float32",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float32_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("cautious_lion_float32_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float32_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-    Variant(
-        function="cautious_lion_bfloat16",
-        step="cautious_lion",
-        kernel="cautious_lion_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_bfloat16": {
+        "kernel": "cautious_lion_bfloat16",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_bfloat16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("cautious_lion_bfloat16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_bfloat16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-    Variant(
-        function="cautious_lion_float16",
-        step="cautious_lion",
-        kernel="cautious_lion_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_float16": {
+        "kernel": "cautious_lion_float16",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("cautious_lion_float16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-)
+    },
+}

@@ -5,27 +5,14 @@
 #   rebuild   optgen build cautious_lion --plan int8_split24
 #   explain   optgen explain cautious_lion --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p        3 B  bf16 and 8 more bits, stochastic
-#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#              |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p        3 B  bf16 and 8 more bits, stochastic
+#            |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#            |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   13.0938 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta2 = 1 - beta2
-    return (beta1, grad_scale, one_minus_beta1, lr, beta2, one_minus_lr_times_weight_decay, one_minus_beta2)
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
@@ -40,186 +27,134 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="cautious_lion_float32",
-        step="cautious_lion",
-        kernel="cautious_lion_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
+KERNELS = {
+    "cautious_lion_float32": {
+        "kernel": "cautious_lion_float32",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float32_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "cautious_lion_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+                block=64,
+            ),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float32_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6), block=64),
         ),
-    ),
-    Variant(
-        function="cautious_lion_float32_small",
-        step="cautious_lion",
-        kernel="cautious_lion_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_float32_small": {
+        "kernel": "cautious_lion_float32_small",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float32_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_small_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float32_small_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("cautious_lion_float32_small_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
+            Stage("cautious_lion_float32_small_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float32_small_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-    Variant(
-        function="cautious_lion_bfloat16",
-        step="cautious_lion",
-        kernel="cautious_lion_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_bfloat16": {
+        "kernel": "cautious_lion_bfloat16",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_lion_bfloat16_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_bfloat16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "cautious_lion_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+                block=64,
+            ),
+            Stage("cautious_lion_bfloat16_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_bfloat16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6), block=64),
         ),
-    ),
-    Variant(
-        function="cautious_lion_bfloat16_small",
-        step="cautious_lion",
-        kernel="cautious_lion_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_bfloat16_small": {
+        "kernel": "cautious_lion_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_bfloat16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_bfloat16_small_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "cautious_lion_bfloat16_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+            ),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_bfloat16_small_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-    Variant(
-        function="cautious_lion_float16",
-        step="cautious_lion",
-        kernel="cautious_lion_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_float16": {
+        "kernel": "cautious_lion_float16",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_lion_bfloat16_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "cautious_lion_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+                block=64,
+            ),
+            Stage("cautious_lion_bfloat16_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6), block=64),
         ),
-    ),
-    Variant(
-        function="cautious_lion_float16_small",
-        step="cautious_lion",
-        kernel="cautious_lion_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
+    },
+    "cautious_lion_float16_small": {
+        "kernel": "cautious_lion_float16_small",
+        "kernel_scalars": (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'grad_scale', 'one_minus_beta1_times_grad_scale', 'lr', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta2_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
             Temp("tensor_div", "tensor"),
         ),
-        stages=(
-            Stage("cautious_lion_float16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
-            Stage("cautious_lion_float16_small_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("cautious_lion_float16_small_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
+            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
+            Stage("cautious_lion_float16_small_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
         ),
-    ),
-)
+    },
+}

@@ -5,35 +5,17 @@
 #   rebuild   optgen build clipped_adamw --plan fp32
 #   explain   optgen explain clipped_adamw --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   24 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
@@ -51,22 +33,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        grad_scale, max_norm, beta1, beta2, eps, scalar_0, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, peak_lr_2,
     )
 
 
@@ -90,395 +56,233 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
     )
 
 
-VARIANTS = (
-    Variant(
-        function="clipped_adamw_float32",
-        step="clipped_adamw",
-        kernel="clipped_adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "clipped_adamw_float32": {
+        "kernel": "clipped_adamw_float32",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float32_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float32_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_bfloat16",
-        step="clipped_adamw",
-        kernel="clipped_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_bfloat16": {
+        "kernel": "clipped_adamw_bfloat16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_bfloat16_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_bfloat16_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float16",
-        step="clipped_adamw",
-        kernel="clipped_adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float16": {
+        "kernel": "clipped_adamw_float16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float16_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float16_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float32_decouple_lr",
-        step="clipped_adamw",
-        kernel="clipped_adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float32_decouple_lr": {
+        "kernel": "clipped_adamw_float32",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float32_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float32_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_bfloat16_decouple_lr",
-        step="clipped_adamw",
-        kernel="clipped_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_bfloat16_decouple_lr": {
+        "kernel": "clipped_adamw_bfloat16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_bfloat16_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_bfloat16_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float16_decouple_lr",
-        step="clipped_adamw",
-        kernel="clipped_adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float16_decouple_lr": {
+        "kernel": "clipped_adamw_float16",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float16_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float16_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float32_amsgrad",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float32_amsgrad": {
+        "kernel": "clipped_adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float32_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float32_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_bfloat16_amsgrad",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_bfloat16_amsgrad": {
+        "kernel": "clipped_adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float16_amsgrad",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float16_amsgrad": {
+        "kernel": "clipped_adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float16_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float16_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float32_amsgrad_decouple_lr",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float32_amsgrad_decouple_lr": {
+        "kernel": "clipped_adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float32_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float32_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_bfloat16_amsgrad_decouple_lr",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_bfloat16_amsgrad_decouple_lr": {
+        "kernel": "clipped_adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-    Variant(
-        function="clipped_adamw_float16_amsgrad_decouple_lr",
-        step="clipped_adamw_amsgrad",
-        kernel="clipped_adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
+    },
+    "clipped_adamw_float16_amsgrad_decouple_lr": {
+        "kernel": "clipped_adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_of_g", "model", "model_sum", "tensor"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
             Temp("model_min", "model"),
         ),
-        stages=(
-            Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
-            Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("clipped_adamw_float16_amsgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",)),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", level=3, scalars=(1,), temps=("model_min",)),
+            Stage("clipped_adamw_float16_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8)),
         ),
-    ),
-)
+    },
+}

@@ -5,52 +5,23 @@
 #   rebuild   optgen build dadapt_adam --plan fp32
 #   explain   optgen explain dadapt_adam --plan fp32
 #
-#   per bfloat16 parameter: 14 B between steps
-#     p                   2 B  bf16, nearest
-#                         |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg             4 B  f32
-#                         exact; every f32
-#     exp_avg_sq          4 B  f32
-#                         exact; every f32
-#     s                   4 B  f32
-#                         exact; every f32
-#     d                   0 B  f32, one per model
-#                         exact; every f32
-#     numerator_weighted  0 B  f32, one per model
-#                         exact; every f32
+#   p                   2 B  bf16, nearest
+#                       |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg             4 B  f32
+#                       exact; every f32
+#   exp_avg_sq          4 B  f32
+#                       exact; every f32
+#   s                   4 B  f32
+#                       exact; every f32
+#   d                   0 B  f32, one per model
+#                       exact; every f32
+#   numerator_weighted  0 B  f32, one per model
+#                       exact; every f32
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                 # 32  beta3 = sqrt(beta2)
-    one_minus_sqrt_beta2 = 1 - beta3
-    return (
-        lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-        one_minus_sqrt_beta2,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
@@ -78,33 +49,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth
     return (
         lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6,
         growth_rate, beta3, one_minus_sqrt_beta2,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 36  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                             # 33  moves = where(lr > 0, 1.0, 0.0)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
-    one_minus_sqrt_beta2 = 1 - beta3
-    return (
-        weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-        one_minus_sqrt_beta2,
     )
 
 
@@ -138,239 +82,233 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
     )
 
 
-VARIANTS = (
-    Variant(
-        function="dadapt_adam_float32",
-        step="dadapt_adam",
-        kernel="dadapt_adam_float32",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+KERNELS = {
+    "dadapt_adam_float32": {
+        "kernel": "dadapt_adam_float32",
+        "kernel_scalars": (
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_2", "elem", 0, (0, 4, 5, 6, 7, 8, 9, 10, 11, 12), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_float32_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-    Variant(
-        function="dadapt_adam_bfloat16",
-        step="dadapt_adam",
-        kernel="dadapt_adam_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+    },
+    "dadapt_adam_bfloat16": {
+        "kernel": "dadapt_adam_bfloat16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_2", "elem", 0, (0, 4, 5, 6, 7, 8, 9, 10, 11, 12), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_bfloat16_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-    Variant(
-        function="dadapt_adam_float16",
-        step="dadapt_adam",
-        kernel="dadapt_adam_float16",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+    },
+    "dadapt_adam_float16": {
+        "kernel": "dadapt_adam_float16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_2", "elem", 0, (0, 4, 5, 6, 7, 8, 9, 10, 11, 12), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_float16_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-    Variant(
-        function="dadapt_adam_float32_use_bias_correction",
-        step="dadapt_adam_use_bias_correction",
-        kernel="dadapt_adam_float32_use_bias_correction",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+    },
+    "dadapt_adam_float32_use_bias_correction": {
+        "kernel": "dadapt_adam_float32_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_use_bias_correction_2", "elem", 0, (4, 5, 6, 7, 8, 9, 10, 11, 12, 1), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_float32_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-    Variant(
-        function="dadapt_adam_bfloat16_use_bias_correction",
-        step="dadapt_adam_use_bias_correction",
-        kernel="dadapt_adam_bfloat16_use_bias_correction",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+    },
+    "dadapt_adam_bfloat16_use_bias_correction": {
+        "kernel": "dadapt_adam_bfloat16_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_use_bias_correction_2", "elem", 0, (4, 5, 6, 7, 8, 9, 10, 11, 12, 1), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_bfloat16_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-    Variant(
-        function="dadapt_adam_float16_use_bias_correction",
-        step="dadapt_adam_use_bias_correction",
-        kernel="dadapt_adam_float16_use_bias_correction",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("numerator_weighted", "float32", per=1, zero=0, state="numerator_weighted", space="model"),
+    },
+    "dadapt_adam_float16_use_bias_correction": {
+        "kernel": "dadapt_adam_float16_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'keep2', 'gain2', 'keep3', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'own', 'gain1', 'gain3', 'eps', 'grad_scale', 'moves', 'keep1', 'gain2', 'keep2', 'keep3', 'scalar_5', 'scalar_6', 'growth_rate', 'beta3', 'one_minus_sqrt_beta2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'d': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_total", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("total", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
         ),
-        stages=(
-            Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_use_bias_correction_2", "elem", 0, (4, 5, 6, 7, 8, 9, 10, 11, 12, 1), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_4", "model", 3, (13, 14, 15), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "dadapt_adam_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_float16_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+            ),
+            Stage("dadapt_adam_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total")),
+            Stage("dadapt_adam_float32_4", "model", level=3, scalars=(13, 14, 15)),
         ),
-    ),
-)
+    },
+}

@@ -5,19 +5,18 @@
 #   rebuild   optgen build dadapt_adam --plan fp32
 #   explain   optgen explain dadapt_adam --plan fp32
 #
-#   per bfloat16 parameter: 14 B between steps
-#     p                   2 B  bf16, nearest
-#                         |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg             4 B  f32
-#                         exact; every f32
-#     exp_avg_sq          4 B  f32
-#                         exact; every f32
-#     s                   4 B  f32
-#                         exact; every f32
-#     d                   0 B  f32, one per model
-#                         exact; every f32
-#     numerator_weighted  0 B  f32, one per model
-#                         exact; every f32
+#   p                   2 B  bf16, nearest
+#                       |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg             4 B  f32
+#                       exact; every f32
+#   exp_avg_sq          4 B  f32
+#                       exact; every f32
+#   s                   4 B  f32
+#                       exact; every f32
+#   d                   0 B  f32, one per model
+#                       exact; every f32
+#   numerator_weighted  0 B  f32, one per model
+#                       exact; every f32
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal, step
 # fmt: off

@@ -5,23 +5,13 @@
 #   rebuild   optgen build fromage --plan fp32
 #   explain   optgen explain fromage --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   10 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import divide, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
-    return (grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr)
 
 
 def kernel_scalars(step, grad_scale, *, lr):
@@ -31,95 +21,71 @@ def kernel_scalars(step, grad_scale, *, lr):
     return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, grad_scale)
 
 
-VARIANTS = (
-    Variant(
-        function="fromage_float32",
-        step="fromage",
-        kernel="fromage_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
+KERNELS = {
+    "fromage_float32": {
+        "kernel": "fromage_float32",
+        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("shrink", "tensor"),
             Temp("lr_times_ratio", "tensor"),
         ),
-        stages=(
-            Stage("fromage_float32_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float32_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
-            Stage("fromage_float32_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "fromage_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+            ),
+            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
+            Stage("fromage_float32_3", "elem", level=2, scalars=(3,)),
         ),
-    ),
-    Variant(
-        function="fromage_bfloat16",
-        step="fromage",
-        kernel="fromage_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
+    },
+    "fromage_bfloat16": {
+        "kernel": "fromage_bfloat16",
+        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("shrink", "tensor"),
             Temp("lr_times_ratio", "tensor"),
         ),
-        stages=(
-            Stage("fromage_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float32_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
-            Stage("fromage_bfloat16_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "fromage_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+            ),
+            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
+            Stage("fromage_bfloat16_3", "elem", level=2, scalars=(3,)),
         ),
-    ),
-    Variant(
-        function="fromage_float16",
-        step="fromage",
-        kernel="fromage_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
+    },
+    "fromage_float16": {
+        "kernel": "fromage_float16",
+        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("shrink", "tensor"),
             Temp("lr_times_ratio", "tensor"),
         ),
-        stages=(
-            Stage("fromage_float16_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float32_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
-            Stage("fromage_float16_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "fromage_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+            ),
+            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
+            Stage("fromage_float16_3", "elem", level=2, scalars=(3,)),
         ),
-    ),
-)
+    },
+}

@@ -5,9 +5,8 @@
 //   rebuild   optgen build fromage --plan fp32
 //   explain   optgen explain fromage --plan fp32
 //
-//   per bfloat16 parameter: 2 B between steps
-//     p  2 B  bf16, nearest
-//        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   p  2 B  bf16, nearest
+//      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   traffic   10 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, linear, nan
 // clang-format off

@@ -5,34 +5,17 @@
 #   rebuild   optgen build lamb --plan fp32
 #   explain   optgen explain lamb --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   32 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, lr, min_norm, max_norm,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
@@ -51,98 +34,77 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
     )
 
 
-VARIANTS = (
-    Variant(
-        function="lamb_float32",
-        step="lamb",
-        kernel="lamb_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "lamb_float32": {
+        "kernel": "lamb_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float32_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float32_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float32_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-    Variant(
-        function="lamb_bfloat16",
-        step="lamb",
-        kernel="lamb_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "lamb_bfloat16": {
+        "kernel": "lamb_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_bfloat16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_bfloat16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_bfloat16_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-    Variant(
-        function="lamb_float16",
-        step="lamb",
-        kernel="lamb_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "lamb_float16": {
+        "kernel": "lamb_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float16_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-)
+    },
+}

@@ -5,38 +5,21 @@
 #   rebuild   optgen build lamb --plan int8_split24
 #   explain   optgen explain lamb --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-#                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-#                 0.00391)
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+#               |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#               0.00391)
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   17.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, lr, min_norm, max_norm,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
@@ -55,201 +38,152 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
     )
 
 
-VARIANTS = (
-    Variant(
-        function="lamb_float32",
-        step="lamb",
-        kernel="lamb_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "lamb_float32": {
+        "kernel": "lamb_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),), early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float32_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=64),
-            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float32_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lamb_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                block=64,
+            ),
+            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float32_3", "elem", level=2, scalars=(2, 5, 6), block=64),
         ),
-    ),
-    Variant(
-        function="lamb_float32_small",
-        step="lamb",
-        kernel="lamb_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "lamb_float32_small": {
+        "kernel": "lamb_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float32_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float32_small_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float32_small_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_float32_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_float32_small_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float32_small_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-    Variant(
-        function="lamb_bfloat16",
-        step="lamb",
-        kernel="lamb_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+    },
+    "lamb_bfloat16": {
+        "kernel": "lamb_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_bfloat16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=64),
-            Stage("lamb_bfloat16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_bfloat16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lamb_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                block=64,
+            ),
+            Stage("lamb_bfloat16_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_bfloat16_3", "elem", level=2, scalars=(2, 5, 6), block=64),
         ),
-    ),
-    Variant(
-        function="lamb_bfloat16_small",
-        step="lamb",
-        kernel="lamb_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "lamb_bfloat16_small": {
+        "kernel": "lamb_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_bfloat16_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_bfloat16_small_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_bfloat16_small_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_bfloat16_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_bfloat16_small_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_bfloat16_small_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-    Variant(
-        function="lamb_float16",
-        step="lamb",
-        kernel="lamb_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+    },
+    "lamb_float16": {
+        "kernel": "lamb_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=64),
-            Stage("lamb_bfloat16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lamb_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                block=64,
+            ),
+            Stage("lamb_bfloat16_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float16_3", "elem", level=2, scalars=(2, 5, 6), block=64),
         ),
-    ),
-    Variant(
-        function="lamb_float16_small",
-        step="lamb",
-        kernel="lamb_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "lamb_float16_small": {
+        "kernel": "lamb_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'one_minus_beta1_pow_t', 'lr', 'min_norm', 'max_norm'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'lr', 'min_norm', 'max_norm'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_trust", "tensor"),
         ),
-        stages=(
-            Stage("lamb_float16_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_bfloat16_small_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
-            Stage("lamb_float16_small_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lamb_float16_small_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+            ),
+            Stage("lamb_bfloat16_small_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
+            Stage("lamb_float16_small_3", "elem", level=2, scalars=(2, 5, 6)),
         ),
-    ),
-)
+    },
+}

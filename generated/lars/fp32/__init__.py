@@ -5,23 +5,14 @@
 #   rebuild   optgen build lars --plan fp32
 #   explain   optgen explain lars --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     momentum_buffer  4 B  f32
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   momentum_buffer  4 B  f32
+#                    exact; every f32
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    return (grad_scale, lr, weight_decay, trust_coefficient, momentum)
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
@@ -30,95 +21,74 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffi
     return (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, momentum, grad_scale)
 
 
-VARIANTS = (
-    Variant(
-        function="lars_float32",
-        step="lars",
-        kernel="lars_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+KERNELS = {
+    "lars_float32": {
+        "kernel": "lars_float32",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float32_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float32_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float32_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-    Variant(
-        function="lars_bfloat16",
-        step="lars",
-        kernel="lars_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "lars_bfloat16": {
+        "kernel": "lars_bfloat16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_bfloat16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_bfloat16_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-    Variant(
-        function="lars_float16",
-        step="lars",
-        kernel="lars_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "lars_float16": {
+        "kernel": "lars_float16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float16_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-)
+    },
+}

@@ -5,23 +5,14 @@
 #   rebuild   optgen build lars --plan int8_split24
 #   explain   optgen explain lars --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p                3 B  bf16 and 8 more bits, stochastic
-#                      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     momentum_buffer  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                      |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p                3 B  bf16 and 8 more bits, stochastic
+#                    |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   momentum_buffer  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                    |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   15.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    return (grad_scale, lr, weight_decay, trust_coefficient, momentum)
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
@@ -30,192 +21,143 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffi
     return (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, momentum, grad_scale)
 
 
-VARIANTS = (
-    Variant(
-        function="lars_float32",
-        step="lars",
-        kernel="lars_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
+KERNELS = {
+    "lars_float32": {
+        "kernel": "lars_float32",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float32_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float32_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lars_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float32_3", "elem", level=2, scalars=(4, 1, 5), block=64),
         ),
-    ),
-    Variant(
-        function="lars_float32_small",
-        step="lars",
-        kernel="lars_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "lars_float32_small": {
+        "kernel": "lars_float32_small",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float32_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_float32_small_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_small_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float32_small_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-    Variant(
-        function="lars_bfloat16",
-        step="lars",
-        kernel="lars_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
+    },
+    "lars_bfloat16": {
+        "kernel": "lars_bfloat16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_bfloat16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lars_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_bfloat16_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_bfloat16_3", "elem", level=2, scalars=(4, 1, 5), block=64),
         ),
-    ),
-    Variant(
-        function="lars_bfloat16_small",
-        step="lars",
-        kernel="lars_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "lars_bfloat16_small": {
+        "kernel": "lars_bfloat16_small",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_bfloat16_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_bfloat16_small_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_bfloat16_small_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-    Variant(
-        function="lars_float16",
-        step="lars",
-        kernel="lars_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
+    },
+    "lars_float16": {
+        "kernel": "lars_float16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage(
+                "lars_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_bfloat16_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float16_3", "elem", level=2, scalars=(4, 1, 5), block=64),
         ),
-    ),
-    Variant(
-        function="lars_float16_small",
-        step="lars",
-        kernel="lars_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "lars_float16_small": {
+        "kernel": "lars_float16_small",
+        "kernel_scalars": (
+            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
-        stages=(
-            Stage("lars_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float16_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "lars_float16_small_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+            ),
+            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
+            Stage("lars_float16_small_3", "elem", level=2, scalars=(4, 1, 5)),
         ),
-    ),
-)
+    },
+}

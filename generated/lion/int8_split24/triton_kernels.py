@@ -5,11 +5,10 @@
 #   rebuild   optgen build lion --plan int8_split24
 #   explain   optgen explain lion --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p        3 B  bf16 and 8 more bits, stochastic
-#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#              |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p        3 B  bf16 and 8 more bits, stochastic
+#            |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#            |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off

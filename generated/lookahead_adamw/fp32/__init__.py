@@ -5,37 +5,18 @@
 #   rebuild   optgen build lookahead_adamw --plan fp32
 #   explain   optgen explain lookahead_adamw --plan fp32
 #
-#   per bfloat16 parameter: 14 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
-#     slow        4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
+#   slow        4 B  f32
+#               exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
@@ -52,20 +33,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
         scalar_4,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
 
 
@@ -86,22 +53,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     )
 
 
-def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        lr_over_one_minus_beta1_pow_t, peak_lr_2,
-    )
-
-
 def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -116,22 +67,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
-
-
-def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, alpha, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, peak_lr_2,
-    )
 
 
 def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alpha, peak_lr):
@@ -150,545 +85,191 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     return (beta1, beta2, alpha, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
-VARIANTS = (
-    Variant(
-        function="lookahead_adamw_float32",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+KERNELS = {
+    "lookahead_adamw_float32": {
+        "kernel": "lookahead_adamw_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_bfloat16": {
+        "kernel": "lookahead_adamw_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float16",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_float16": {
+        "kernel": "lookahead_adamw_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_float32_sync",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_float32_sync": {
+        "kernel": "lookahead_adamw_float32_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_bfloat16_sync",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_bfloat16_sync": {
+        "kernel": "lookahead_adamw_bfloat16_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_float16_sync",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_float16_sync": {
+        "kernel": "lookahead_adamw_float16_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_decouple_lr",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_float32",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_float32_decouple_lr": {
+        "kernel": "lookahead_adamw_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_decouple_lr",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_bfloat16_decouple_lr": {
+        "kernel": "lookahead_adamw_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_decouple_lr",
-        step="lookahead_adamw",
-        kernel="lookahead_adamw_float16",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_float16_decouple_lr": {
+        "kernel": "lookahead_adamw_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_decouple_lr_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_float32_sync",
-        param="float32",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_float32_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_float32_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_decouple_lr_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_bfloat16_sync",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_4,
+    },
+    "lookahead_adamw_bfloat16_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_bfloat16_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_decouple_lr_sync",
-        step="lookahead_adamw_sync",
-        kernel="lookahead_adamw_float16_sync",
-        param="float16",
-        small=False,
-        flags={'amsgrad': False, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_4,
+    },
+    "lookahead_adamw_float16_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_float16_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_amsgrad",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_4,
+    },
+    "lookahead_adamw_float32_amsgrad": {
+        "kernel": "lookahead_adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_amsgrad",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_bfloat16_amsgrad": {
+        "kernel": "lookahead_adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_amsgrad",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_float16_amsgrad": {
+        "kernel": "lookahead_adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_amsgrad_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_float32_amsgrad_sync",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars,
+    },
+    "lookahead_adamw_float32_amsgrad_sync": {
+        "kernel": "lookahead_adamw_float32_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_amsgrad_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_bfloat16_amsgrad_sync",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_bfloat16_amsgrad_sync": {
+        "kernel": "lookahead_adamw_bfloat16_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_amsgrad_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_float16_amsgrad_sync",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': False, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_float16_amsgrad_sync": {
+        "kernel": "lookahead_adamw_float16_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_amsgrad_decouple_lr",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_float32_amsgrad",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "lookahead_adamw_float32_amsgrad_decouple_lr": {
+        "kernel": "lookahead_adamw_float32_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_amsgrad_decouple_lr",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_bfloat16_amsgrad",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_bfloat16_amsgrad_decouple_lr": {
+        "kernel": "lookahead_adamw_bfloat16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_amsgrad_decouple_lr",
-        step="lookahead_adamw_amsgrad",
-        kernel="lookahead_adamw_float16_amsgrad",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_float16_amsgrad_decouple_lr": {
+        "kernel": "lookahead_adamw_float16_amsgrad",
+        "kernel_scalars": (
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_3,
-        kernel_scalars=('beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('slow',)),
-    ),
-    Variant(
-        function="lookahead_adamw_float32_amsgrad_decouple_lr_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_float32_amsgrad_sync",
-        param="float32",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "lookahead_adamw_float32_amsgrad_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_float32_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="lookahead_adamw_bfloat16_amsgrad_decouple_lr_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_bfloat16_amsgrad_sync",
-        param="bfloat16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_4,
+    },
+    "lookahead_adamw_bfloat16_amsgrad_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_bfloat16_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="lookahead_adamw_float16_amsgrad_decouple_lr_sync",
-        step="lookahead_adamw_amsgrad_sync",
-        kernel="lookahead_adamw_float16_amsgrad_sync",
-        param="float16",
-        small=False,
-        flags={'amsgrad': True, 'decouple_lr': True, 'sync': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("max_exp_avg_sq", "float32", per=1, zero=0, state="max_exp_avg_sq", nonneg=True),
-            Field("slow", "float32", per=1, zero=0, state="slow"),
+        "kernel_host": kernel_scalars_4,
+    },
+    "lookahead_adamw_float16_amsgrad_decouple_lr_sync": {
+        "kernel": "lookahead_adamw_float16_amsgrad_sync",
+        "kernel_scalars": (
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'alpha', 'grad_scale', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_4,
-        kernel_scalars=('beta1', 'beta2', 'alpha', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'scalar_4'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(('peak_lr', 0.0),),
-        init={'slow': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_4,
+    },
+}

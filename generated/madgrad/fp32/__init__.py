@@ -5,164 +5,60 @@
 #   rebuild   optgen build madgrad --plan fp32
 #   explain   optgen explain madgrad --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p            2 B  bf16, nearest
-#                  |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     grad_sum_sq  4 B  f32
-#                  exact; every f32
-#     s            4 B  f32
-#                  exact; every f32
+#   p            2 B  bf16, nearest
+#                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   grad_sum_sq  4 B  f32
+#                exact; every f32
+#   s            4 B  f32
+#                exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, root
 
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
+def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     return (weight_decay, eps, grad_scale, weight)
 
 
-def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     one_minus_momentum = 1 - momentum
     return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
 
 
-VARIANTS = (
-    Variant(
-        function="madgrad_float32",
-        step="madgrad",
-        kernel="madgrad_float32",
-        param="float32",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="madgrad_bfloat16",
-        step="madgrad",
-        kernel="madgrad_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="madgrad_float16",
-        step="madgrad",
-        kernel="madgrad_float16",
-        param="float16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="madgrad_float32_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_bfloat16_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_float16_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('x0',)),
-    ),
-)
+KERNELS = {
+    "madgrad_float32": {
+        "kernel": "madgrad_float32",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_bfloat16": {
+        "kernel": "madgrad_bfloat16",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float16": {
+        "kernel": "madgrad_float16",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float32_has_momentum": {
+        "kernel": "madgrad_float32_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_bfloat16_has_momentum": {
+        "kernel": "madgrad_bfloat16_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_float16_has_momentum": {
+        "kernel": "madgrad_float16_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+}

@@ -5,316 +5,93 @@
 #   rebuild   optgen build madgrad --plan int8_split24
 #   explain   optgen explain madgrad --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p            3 B  bf16 and 8 more bits, stochastic
-#                  |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     grad_sum_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                  |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                  the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                  cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                  those of fp32 become 0
-#     s            1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                  |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p            3 B  bf16 and 8 more bits, stochastic
+#                |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   grad_sum_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#                |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#                the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#                cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#                those of fp32 become 0
+#   s            1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#                |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, root
 
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
+def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     return (weight_decay, eps, grad_scale, weight)
 
 
-def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     one_minus_momentum = 1 - momentum
     return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
 
 
-VARIANTS = (
-    Variant(
-        function="madgrad_float32",
-        step="madgrad",
-        kernel="madgrad_float32",
-        param="float32",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="madgrad_float32_small",
-        step="madgrad",
-        kernel="madgrad_float32_small",
-        param="float32",
-        small=True,
-        flags={'has_momentum': False},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="madgrad_bfloat16",
-        step="madgrad",
-        kernel="madgrad_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="madgrad_bfloat16_small",
-        step="madgrad",
-        kernel="madgrad_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="madgrad_float16",
-        step="madgrad",
-        kernel="madgrad_float16",
-        param="float16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="madgrad_float16_small",
-        step="madgrad",
-        kernel="madgrad_float16_small",
-        param="float16",
-        small=True,
-        flags={'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="madgrad_float32_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 0)}, words=((16777232, (), False),), still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_float32_has_momentum_small",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float32_has_momentum_small",
-        param="float32",
-        small=True,
-        flags={'has_momentum': True},
-        fields=(
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_bfloat16_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_bfloat16_has_momentum_small",
-        step="madgrad_has_momentum",
-        kernel="madgrad_bfloat16_has_momentum_small",
-        param="bfloat16",
-        small=True,
-        flags={'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_float16_has_momentum",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq_codes", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-            Field("s_codes", "uint8", per=1, zero=128, state="s"),
-            Field("s_scale", "int16", per=64, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16', 'grad_sum_sq': 'nonneg', 's': 'signed'}, noise={'grad_sum_sq': (0, 20), 's': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),), still=('x0',)),
-    ),
-    Variant(
-        function="madgrad_float16_has_momentum_small",
-        step="madgrad_has_momentum",
-        kernel="madgrad_float16_has_momentum_small",
-        param="float16",
-        small=True,
-        flags={'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("grad_sum_sq", "float32", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("x0", "float32", per=1, zero=0, state="x0"),
-        ),
-        scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('weight_decay', 'eps', 'grad_scale', 'weight', 'one_minus_momentum'),
-        kernel_host=host_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={'x0': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),), still=('x0',)),
-    ),
-)
+KERNELS = {
+    "madgrad_float32": {
+        "kernel": "madgrad_float32",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float32_small": {
+        "kernel": "madgrad_float32_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_bfloat16": {
+        "kernel": "madgrad_bfloat16",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_bfloat16_small": {
+        "kernel": "madgrad_bfloat16_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float16": {
+        "kernel": "madgrad_float16",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float16_small": {
+        "kernel": "madgrad_float16_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight"),
+        "kernel_host": kernel_scalars,
+    },
+    "madgrad_float32_has_momentum": {
+        "kernel": "madgrad_float32_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_float32_has_momentum_small": {
+        "kernel": "madgrad_float32_has_momentum_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_bfloat16_has_momentum": {
+        "kernel": "madgrad_bfloat16_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_bfloat16_has_momentum_small": {
+        "kernel": "madgrad_bfloat16_has_momentum_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_float16_has_momentum": {
+        "kernel": "madgrad_float16_has_momentum",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "madgrad_float16_has_momentum_small": {
+        "kernel": "madgrad_float16_has_momentum_small",
+        "kernel_scalars": ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        "kernel_host": kernel_scalars_2,
+    },
+}

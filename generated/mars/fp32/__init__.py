@@ -5,40 +5,19 @@
 #   rebuild   optgen build mars --plan fp32
 #   explain   optgen explain mars --plan fp32
 #
-#   per bfloat16 parameter: 14 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
-#     last_grad   4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
+#   last_grad   4 B  f32
+#               exact; every f32
 #   traffic   36 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
-    gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
-        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        lr_over_one_minus_beta1_pow_t,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
@@ -60,98 +39,56 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="mars_float32",
-        step="mars",
-        kernel="mars_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("last_grad", "float32", per=1, zero=0, state="last_grad"),
+KERNELS = {
+    "mars_float32": {
+        "kernel": "mars_float32",
+        "kernel_scalars": (
+            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
+            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
         ),
-        scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
         ),
-        stages=(
-            Stage("mars_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_float32_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("mars_float32_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
+            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
+            Stage("mars_float32_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
         ),
-    ),
-    Variant(
-        function="mars_bfloat16",
-        step="mars",
-        kernel="mars_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("last_grad", "float32", per=1, zero=0, state="last_grad"),
+    },
+    "mars_bfloat16": {
+        "kernel": "mars_bfloat16",
+        "kernel_scalars": (
+            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
+            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
         ),
-        scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
         ),
-        stages=(
-            Stage("mars_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("mars_bfloat16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
+            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
+            Stage("mars_bfloat16_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
         ),
-    ),
-    Variant(
-        function="mars_float16",
-        step="mars",
-        kernel="mars_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("last_grad", "float32", per=1, zero=0, state="last_grad"),
+    },
+    "mars_float16": {
+        "kernel": "mars_float16",
+        "kernel_scalars": (
+            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
+            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
         ),
-        scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
         ),
-        stages=(
-            Stage("mars_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
-            Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("mars_float16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
+            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
+            Stage("mars_float16_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
         ),
-    ),
-)
+    },
+}

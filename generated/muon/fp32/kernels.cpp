@@ -5,11 +5,10 @@
 //   rebuild   optgen build muon --plan fp32
 //   explain   optgen explain muon --plan fp32
 //
-//   per bfloat16 parameter: 6 B between steps
-//     p                2 B  bf16, nearest
-//                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     momentum_buffer  4 B  f32
-//                      exact; every f32
+//   p                2 B  bf16, nearest
+//                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   momentum_buffer  4 B  f32
+//                    exact; every f32
 //   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
 // clang-format off

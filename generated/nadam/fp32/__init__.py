@@ -5,41 +5,16 @@
 #   rebuild   optgen build nadam --plan fp32
 #   explain   optgen explain nadam --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta2_pow_t = 1 - beta2**step
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
-        grad_lr, avg_lr, mu_product_2,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
@@ -63,27 +38,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     return (
         beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4,
         scalar_5, mu_product_2,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta2_pow_t = 1 - beta2**step
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        one_minus_beta2_pow_t, grad_lr, avg_lr, mu_product_2,
     )
 
 
@@ -113,131 +67,53 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     )
 
 
-VARIANTS = (
-    Variant(
-        function="nadam_float32",
-        step="nadam",
-        kernel="nadam_float32",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "nadam_float32": {
+        "kernel": "nadam_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="nadam_bfloat16",
-        step="nadam",
-        kernel="nadam_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_bfloat16": {
+        "kernel": "nadam_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="nadam_float16",
-        step="nadam",
-        kernel="nadam_float16",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float16": {
+        "kernel": "nadam_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="nadam_float32_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float32_decoupled_weight_decay",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float32_decoupled_weight_decay": {
+        "kernel": "nadam_float32_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="nadam_bfloat16_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_bfloat16_decoupled_weight_decay",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_bfloat16_decoupled_weight_decay": {
+        "kernel": "nadam_bfloat16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="nadam_float16_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float16_decoupled_weight_decay",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_float16_decoupled_weight_decay": {
+        "kernel": "nadam_float16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

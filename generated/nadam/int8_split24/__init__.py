@@ -5,45 +5,20 @@
 #   rebuild   optgen build nadam --plan int8_split24
 #   explain   optgen explain nadam --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-#                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-#                 0.00391)
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+#               |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#               0.00391)
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta2_pow_t = 1 - beta2**step
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
-        grad_lr, avg_lr, mu_product_2,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
@@ -67,27 +42,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     return (
         beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4,
         scalar_5, mu_product_2,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
-    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
-    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
-    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_beta2_pow_t = 1 - beta2**step
-    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
-    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
-    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        one_minus_beta2_pow_t, grad_lr, avg_lr, mu_product_2,
     )
 
 
@@ -117,277 +71,101 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     )
 
 
-VARIANTS = (
-    Variant(
-        function="nadam_float32",
-        step="nadam",
-        kernel="nadam_float32",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "nadam_float32": {
+        "kernel": "nadam_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="nadam_float32_small",
-        step="nadam",
-        kernel="nadam_float32_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float32_small": {
+        "kernel": "nadam_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="nadam_bfloat16",
-        step="nadam",
-        kernel="nadam_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_bfloat16": {
+        "kernel": "nadam_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="nadam_bfloat16_small",
-        step="nadam",
-        kernel="nadam_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_bfloat16_small": {
+        "kernel": "nadam_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="nadam_float16",
-        step="nadam",
-        kernel="nadam_float16",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float16": {
+        "kernel": "nadam_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="nadam_float16_small",
-        step="nadam",
-        kernel="nadam_float16_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float16_small": {
+        "kernel": "nadam_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'grad_lr', 'avg_lr', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="nadam_float32_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float32_decoupled_weight_decay",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "nadam_float32_decoupled_weight_decay": {
+        "kernel": "nadam_float32_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="nadam_float32_decoupled_weight_decay_small",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float32_decoupled_weight_decay_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_float32_decoupled_weight_decay_small": {
+        "kernel": "nadam_float32_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="nadam_bfloat16_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_bfloat16_decoupled_weight_decay",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_bfloat16_decoupled_weight_decay": {
+        "kernel": "nadam_bfloat16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="nadam_bfloat16_decoupled_weight_decay_small",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_bfloat16_decoupled_weight_decay_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_bfloat16_decoupled_weight_decay_small": {
+        "kernel": "nadam_bfloat16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="nadam_float16_decoupled_weight_decay",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float16_decoupled_weight_decay",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_float16_decoupled_weight_decay": {
+        "kernel": "nadam_float16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="nadam_float16_decoupled_weight_decay_small",
-        step="nadam_decoupled_weight_decay",
-        kernel="nadam_float16_decoupled_weight_decay_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "nadam_float16_decoupled_weight_decay_small": {
+        "kernel": "nadam_float16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'one_minus_beta2_pow_t', 'grad_lr', 'avg_lr'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'avg_lr', 'scalar_5', 'scalar_6'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(('mu_product', 1.0),),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

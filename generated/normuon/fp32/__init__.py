@@ -5,33 +5,17 @@
 #   rebuild   optgen build normuon --plan fp32
 #   explain   optgen explain normuon --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     momentum_buffer  4 B  f32
-#                      exact; every f32
-#     row_sq           0 B  f32, one per row
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   momentum_buffer  4 B  f32
+#                    exact; every f32
+#   row_sq           0 B  f32, one per row
+#                    exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, larger, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        beta1, grad_scale, one_minus_beta1, ns_steps, beta2, eps, one_minus_beta2, lr,
-        one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
@@ -43,21 +27,6 @@ def kernel_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, 
     return (
         beta1, one_minus_beta1_times_grad_scale, ns_steps, beta2, eps, one_minus_beta2, lr,
         one_minus_lr_times_weight_decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    adamw_betas_0, adamw_betas_1 = adamw_betas
-    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
-    one_minus_adamw_betas_0 = 1 - adamw_betas_0
-    adamw_lr_over_one_minus_adamw_betas_0_pow_t = divide(adamw_lr, 1 - adamw_betas_0**step)
-    one_minus_adamw_betas_1 = 1 - adamw_betas_1
-    sqrt_one_minus_adamw_betas_1_pow_t = root(1 - adamw_betas_1**step)
-    return (
-        eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-        sqrt_one_minus_adamw_betas_1_pow_t,
     )
 
 
@@ -78,326 +47,209 @@ def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps
     )
 
 
-VARIANTS = (
-    Variant(
-        function="normuon_float32",
-        step="normuon",
-        kernel="normuon_float32",
-        param="float32",
-        small=False,
-        flags={'adamw': False, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("row_sq", "float32", per=1, zero=0, state="row_sq", space="row", matrix="first", nonneg=True),
+KERNELS = {
+    "normuon_float32": {
+        "kernel": "normuon_float32",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        matrix="first",
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", "row_sum", "elem"),
+            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
             Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", "row_sum", "elem"),
-            Temp("tensor_sum_for_size", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
             Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
             Temp("lr_times_size", "tensor"),
             Temp("row_mul_2", "row"),
         ),
-        stages=(
-            Stage("normuon_float32_1", "elem", 0, (0, 1), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (2,), temps=('direction',), given=('ns_steps', 3.4445, -4.775, 2.0315, 1e-07)),
-            Stage("normuon_float32_3", "elem", 2, (), temps=('row_sum_for_row_sq',), matrices=True, block=1),
-            Stage("normuon_float32_4", "row", 3, (3, 4, 5), temps=('one_over_sqrt_row_sq_2_plus_eps',), matrices=True, block=1),
-            Stage("normuon_float32_5", "elem", 4, (), temps=('row_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_float32_6", "row", 5, (), temps=('tensor_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_float32_7", "tensor", 5, (), temps=('by_0p2_times_sqrt_rows_times_columns',), matrices=False, block=1),
-            Stage("normuon_float32_8", "tensor", 5, (6, 4), temps=('lr_times_size',), matrices=False, block=1),
-            Stage("normuon_float32_9", "row", 5, (), temps=('row_mul_2',), matrices=True, block=1),
-            Stage("normuon_float32_10", "elem", 6, (7,), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage("normuon_float32_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(2,),
+                temps=("direction",),
+                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
+            ),
+            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
+            Stage(
+                "normuon_float32_4",
+                "row",
+                level=3,
+                scalars=(3, 4, 5),
+                temps=("one_over_sqrt_row_sq_2_plus_eps",),
+                matrices=True,
+            ),
+            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
+            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
+            Stage("normuon_float32_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
+            Stage("normuon_float32_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
+            Stage("normuon_float32_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
+            Stage("normuon_float32_10", "elem", level=6, scalars=(7,), matrices=True),
         ),
-    ),
-    Variant(
-        function="normuon_bfloat16",
-        step="normuon",
-        kernel="normuon_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'adamw': False, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("row_sq", "float32", per=1, zero=0, state="row_sq", space="row", matrix="first", nonneg=True),
+    },
+    "normuon_bfloat16": {
+        "kernel": "normuon_bfloat16",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        matrix="first",
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", "row_sum", "elem"),
+            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
             Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", "row_sum", "elem"),
-            Temp("tensor_sum_for_size", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
             Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
             Temp("lr_times_size", "tensor"),
             Temp("row_mul_2", "row"),
         ),
-        stages=(
-            Stage("normuon_bfloat16_1", "elem", 0, (0, 1), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (2,), temps=('direction',), given=('ns_steps', 3.4445, -4.775, 2.0315, 1e-07)),
-            Stage("normuon_float32_3", "elem", 2, (), temps=('row_sum_for_row_sq',), matrices=True, block=1),
-            Stage("normuon_float32_4", "row", 3, (3, 4, 5), temps=('one_over_sqrt_row_sq_2_plus_eps',), matrices=True, block=1),
-            Stage("normuon_float32_5", "elem", 4, (), temps=('row_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_float32_6", "row", 5, (), temps=('tensor_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_bfloat16_7", "tensor", 5, (), temps=('by_0p2_times_sqrt_rows_times_columns',), matrices=False, block=1),
-            Stage("normuon_bfloat16_8", "tensor", 5, (6, 4), temps=('lr_times_size',), matrices=False, block=1),
-            Stage("normuon_bfloat16_9", "row", 5, (), temps=('row_mul_2',), matrices=True, block=1),
-            Stage("normuon_bfloat16_10", "elem", 6, (7,), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage("normuon_bfloat16_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(2,),
+                temps=("direction",),
+                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
+            ),
+            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
+            Stage(
+                "normuon_float32_4",
+                "row",
+                level=3,
+                scalars=(3, 4, 5),
+                temps=("one_over_sqrt_row_sq_2_plus_eps",),
+                matrices=True,
+            ),
+            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
+            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
+            Stage("normuon_bfloat16_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
+            Stage("normuon_bfloat16_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
+            Stage("normuon_bfloat16_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
+            Stage("normuon_bfloat16_10", "elem", level=6, scalars=(7,), matrices=True),
         ),
-    ),
-    Variant(
-        function="normuon_float16",
-        step="normuon",
-        kernel="normuon_float16",
-        param="float16",
-        small=False,
-        flags={'adamw': False, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("row_sq", "float32", per=1, zero=0, state="row_sq", space="row", matrix="first", nonneg=True),
+    },
+    "normuon_float16": {
+        "kernel": "normuon_float16",
+        "kernel_scalars": (
+            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('beta1', 'grad_scale', 'one_minus_beta1', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'one_minus_beta1_times_grad_scale', 'ns_steps', 'beta2', 'eps', 'one_minus_beta2', 'lr', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        matrix="first",
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", "row_sum", "elem"),
+            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
             Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", "row_sum", "elem"),
-            Temp("tensor_sum_for_size", "tensor", "tensor_sum", "row"),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
             Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
             Temp("lr_times_size", "tensor"),
             Temp("row_mul_2", "row"),
         ),
-        stages=(
-            Stage("normuon_float16_1", "elem", 0, (0, 1), temps=('direction',), matrices=False, block=1),
-            Stage("newton_schulz", "call", 1, (2,), temps=('direction',), given=('ns_steps', 3.4445, -4.775, 2.0315, 1e-07)),
-            Stage("normuon_float32_3", "elem", 2, (), temps=('row_sum_for_row_sq',), matrices=True, block=1),
-            Stage("normuon_float32_4", "row", 3, (3, 4, 5), temps=('one_over_sqrt_row_sq_2_plus_eps',), matrices=True, block=1),
-            Stage("normuon_float32_5", "elem", 4, (), temps=('row_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_float32_6", "row", 5, (), temps=('tensor_sum_for_size',), matrices=True, block=1),
-            Stage("normuon_float16_7", "tensor", 5, (), temps=('by_0p2_times_sqrt_rows_times_columns',), matrices=False, block=1),
-            Stage("normuon_float16_8", "tensor", 5, (6, 4), temps=('lr_times_size',), matrices=False, block=1),
-            Stage("normuon_float16_9", "row", 5, (), temps=('row_mul_2',), matrices=True, block=1),
-            Stage("normuon_float16_10", "elem", 6, (7,), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage("normuon_float16_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(2,),
+                temps=("direction",),
+                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
+            ),
+            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
+            Stage(
+                "normuon_float32_4",
+                "row",
+                level=3,
+                scalars=(3, 4, 5),
+                temps=("one_over_sqrt_row_sq_2_plus_eps",),
+                matrices=True,
+            ),
+            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
+            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
+            Stage("normuon_float16_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
+            Stage("normuon_float16_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
+            Stage("normuon_float16_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
+            Stage("normuon_float16_10", "elem", level=6, scalars=(7,), matrices=True),
         ),
-    ),
-    Variant(
-        function="normuon_float32_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_float32_no_matrix",
-        param="float32",
-        small=False,
-        flags={'adamw': False, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "normuon_float32_no_matrix": {
+        "kernel": "normuon_float32_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="normuon_bfloat16_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_bfloat16_no_matrix",
-        param="bfloat16",
-        small=False,
-        flags={'adamw': False, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_bfloat16_no_matrix": {
+        "kernel": "normuon_bfloat16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="normuon_float16_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_float16_no_matrix",
-        param="float16",
-        small=False,
-        flags={'adamw': False, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_float16_no_matrix": {
+        "kernel": "normuon_float16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="normuon_float32_adamw",
-        step="normuon_no_matrix",
-        kernel="normuon_float32_no_matrix",
-        param="float32",
-        small=False,
-        flags={'adamw': True, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_float32_adamw": {
+        "kernel": "normuon_float32_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="normuon_bfloat16_adamw",
-        step="normuon_no_matrix",
-        kernel="normuon_bfloat16_no_matrix",
-        param="bfloat16",
-        small=False,
-        flags={'adamw': True, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_bfloat16_adamw": {
+        "kernel": "normuon_bfloat16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="normuon_float16_adamw",
-        step="normuon_no_matrix",
-        kernel="normuon_float16_no_matrix",
-        param="float16",
-        small=False,
-        flags={'adamw': True, 'matrix': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_float16_adamw": {
+        "kernel": "normuon_float16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="normuon_float32_adamw_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_float32_no_matrix",
-        param="float32",
-        small=False,
-        flags={'adamw': True, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_float32_adamw_no_matrix": {
+        "kernel": "normuon_float32_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="normuon_bfloat16_adamw_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_bfloat16_no_matrix",
-        param="bfloat16",
-        small=False,
-        flags={'adamw': True, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_bfloat16_adamw_no_matrix": {
+        "kernel": "normuon_bfloat16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="normuon_float16_adamw_no_matrix",
-        step="normuon_no_matrix",
-        kernel="normuon_float16_no_matrix",
-        param="float16",
-        small=False,
-        flags={'adamw': True, 'matrix': False},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "normuon_float16_adamw_no_matrix": {
+        "kernel": "normuon_float16_no_matrix",
+        "kernel_scalars": (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        scalars=('eps', 'adamw_betas_0', 'adamw_betas_1', 'grad_scale', 'one_minus_adamw_lr_times_weight_decay', 'one_minus_adamw_betas_0', 'adamw_lr_over_one_minus_adamw_betas_0_pow_t', 'one_minus_adamw_betas_1', 'sqrt_one_minus_adamw_betas_1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('adamw_betas_0', 'adamw_betas_1', 'one_minus_adamw_betas_0_times_grad_scale', 'scalar_1', 'scalar_2', 'scalar_3', 'one_minus_adamw_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

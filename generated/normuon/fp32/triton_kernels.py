@@ -5,13 +5,12 @@
 #   rebuild   optgen build normuon --plan fp32
 #   explain   optgen explain normuon --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     momentum_buffer  4 B  f32
-#                      exact; every f32
-#     row_sq           0 B  f32, one per row
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   momentum_buffer  4 B  f32
+#                    exact; every f32
+#   row_sq           0 B  f32, one per row
+#                    exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
 #   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 # fmt: off

@@ -5,29 +5,17 @@
 #   rebuild   optgen build novograd --plan fp32
 #   explain   optgen explain novograd --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  0 B  f32, one per tensor
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  0 B  f32, one per tensor
+#               exact; every f32
 #   traffic   16 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -41,15 +29,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
         eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1, weight_decay,
         grad_scale, minus_lr,
     )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    one_minus_beta1 = 1 - beta1
-    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -68,185 +47,143 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="novograd_float32",
-        step="novograd",
-        kernel="novograd_float32",
-        param="float32",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+KERNELS = {
+    "novograd_float32": {
+        "kernel": "novograd_float32",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float32_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16",
-        step="novograd",
-        kernel="novograd_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16": {
+        "kernel": "novograd_bfloat16",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_bfloat16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float16",
-        step="novograd",
-        kernel="novograd_float16",
-        param="float16",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16": {
+        "kernel": "novograd_float16",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float32_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_float32_grad_averaging",
-        param="float32",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float32_grad_averaging": {
+        "kernel": "novograd_float32_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float32_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_bfloat16_grad_averaging",
-        param="bfloat16",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16_grad_averaging": {
+        "kernel": "novograd_bfloat16_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_bfloat16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float16_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_float16_grad_averaging",
-        param="float16",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16_grad_averaging": {
+        "kernel": "novograd_float16_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-)
+    },
+}

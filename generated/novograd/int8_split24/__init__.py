@@ -5,29 +5,17 @@
 #   rebuild   optgen build novograd --plan int8_split24
 #   explain   optgen explain novograd --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     exp_avg_sq  0 B  f32, one per tensor
-#                 exact; every f32
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#               |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   exp_avg_sq  0 B  f32, one per tensor
+#               exact; every f32
 #   traffic   12.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -41,15 +29,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
         eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1, weight_decay,
         grad_scale, minus_lr,
     )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
-    one_minus_where_lt_one_t_beta2_zero = 1 - decay
-    one_minus_beta1 = 1 - beta1
-    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -68,379 +47,281 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="novograd_float32",
-        step="novograd",
-        kernel="novograd_float32",
-        param="float32",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+KERNELS = {
+    "novograd_float32": {
+        "kernel": "novograd_float32",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_float32_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_float32_small",
-        step="novograd",
-        kernel="novograd_float32_small",
-        param="float32",
-        small=True,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float32_small": {
+        "kernel": "novograd_float32_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float32_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_small_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16",
-        step="novograd",
-        kernel="novograd_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16": {
+        "kernel": "novograd_bfloat16",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_bfloat16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_bfloat16_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16_small",
-        step="novograd",
-        kernel="novograd_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16_small": {
+        "kernel": "novograd_bfloat16_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_bfloat16_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float16",
-        step="novograd",
-        kernel="novograd_float16",
-        param="float16",
-        small=False,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16": {
+        "kernel": "novograd_float16",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_float16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_bfloat16_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_float16_small",
-        step="novograd",
-        kernel="novograd_float16_small",
-        param="float16",
-        small=True,
-        flags={'grad_averaging': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16_small": {
+        "kernel": "novograd_float16_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float16_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float32_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_float32_grad_averaging",
-        param="float32",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float32_grad_averaging": {
+        "kernel": "novograd_float32_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_float32_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_float32_grad_averaging_small",
-        step="novograd_grad_averaging",
-        kernel="novograd_float32_grad_averaging_small",
-        param="float32",
-        small=True,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float32_grad_averaging_small": {
+        "kernel": "novograd_float32_grad_averaging_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float32_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_small_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float32_grad_averaging_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_bfloat16_grad_averaging",
-        param="bfloat16",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16_grad_averaging": {
+        "kernel": "novograd_bfloat16_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_bfloat16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_bfloat16_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_bfloat16_grad_averaging_small",
-        step="novograd_grad_averaging",
-        kernel="novograd_bfloat16_grad_averaging_small",
-        param="bfloat16",
-        small=True,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_bfloat16_grad_averaging_small": {
+        "kernel": "novograd_bfloat16_grad_averaging_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_bfloat16_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_bfloat16_grad_averaging_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-    Variant(
-        function="novograd_float16_grad_averaging",
-        step="novograd_grad_averaging",
-        kernel="novograd_float16_grad_averaging",
-        param="float16",
-        small=False,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16_grad_averaging": {
+        "kernel": "novograd_float16_grad_averaging",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
+        "stages": (
+            Stage("novograd_float16_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_bfloat16_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7), block=64),
         ),
-    ),
-    Variant(
-        function="novograd_float16_grad_averaging_small",
-        step="novograd_grad_averaging",
-        kernel="novograd_float16_grad_averaging_small",
-        param="float16",
-        small=True,
-        flags={'grad_averaging': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
+    },
+    "novograd_float16_grad_averaging_small": {
+        "kernel": "novograd_float16_grad_averaging_small",
+        "kernel_scalars": (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
-        host=host_scalars_2,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
-        stages=(
-            Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage("novograd_float16_small_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",)),
+            Stage(
+                "novograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+            ),
+            Stage("novograd_float16_grad_averaging_small_3", "elem", level=2, scalars=(4, 5, 6, 7)),
         ),
-    ),
-)
+    },
+}

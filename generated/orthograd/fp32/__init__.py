@@ -5,22 +5,13 @@
 #   rebuild   optgen build orthograd --plan fp32
 #   explain   optgen explain orthograd --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   14 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    return (grad_scale, lr, weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -28,14 +19,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     grad_scale_times_grad_scale = grad_scale * grad_scale
     minus_lr = -lr
     return (grad_scale, grad_scale_times_grad_scale, weight_decay, minus_lr)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    return (grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -48,17 +31,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     return (
         grad_scale, grad_scale_times_grad_scale, weight_decay, where_lt_one_t_momentum_zero,
         where_lt_one_t_one_minus_dampening_one, minus_lr,
-    )
-
-
-def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    return (
-        grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one,
     )
 
 
@@ -75,335 +47,365 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="orthograd_float32",
-        step="orthograd",
-        kernel="orthograd_float32",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+KERNELS = {
+    "orthograd_float32": {
+        "kernel": "orthograd_float32",
+        "kernel_scalars": ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float32_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float32_5", "elem", 4, (2, 0, 3), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float32_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage("orthograd_float32_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",)),
+            Stage("orthograd_float32_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float32_5", "elem", level=4, scalars=(2, 0, 3)),
         ),
-    ),
-    Variant(
-        function="orthograd_bfloat16",
-        step="orthograd",
-        kernel="orthograd_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+    },
+    "orthograd_bfloat16": {
+        "kernel": "orthograd_bfloat16",
+        "kernel_scalars": ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_bfloat16_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_bfloat16_5", "elem", 4, (2, 0, 3), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage("orthograd_bfloat16_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",)),
+            Stage("orthograd_float32_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_bfloat16_5", "elem", level=4, scalars=(2, 0, 3)),
         ),
-    ),
-    Variant(
-        function="orthograd_float16",
-        step="orthograd",
-        kernel="orthograd_float16",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
-        ),
-        scalars=('grad_scale', 'lr', 'weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+    },
+    "orthograd_float16": {
+        "kernel": "orthograd_float16",
+        "kernel_scalars": ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float16_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float16_5", "elem", 4, (2, 0, 3), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float16_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage("orthograd_float16_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",)),
+            Stage("orthograd_float32_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float16_5", "elem", level=4, scalars=(2, 0, 3)),
         ),
-    ),
-    Variant(
-        function="orthograd_float32_has_momentum",
-        step="orthograd_has_momentum",
-        kernel="orthograd_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_float32_has_momentum": {
+        "kernel": "orthograd_float32_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float32_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float32_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float32_has_momentum_5", "elem", level=4, scalars=(2, 0, 3, 4, 5)),
         ),
-    ),
-    Variant(
-        function="orthograd_bfloat16_has_momentum",
-        step="orthograd_has_momentum",
-        kernel="orthograd_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_bfloat16_has_momentum": {
+        "kernel": "orthograd_bfloat16_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_bfloat16_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_bfloat16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_bfloat16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_bfloat16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_bfloat16_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_bfloat16_has_momentum_5", "elem", level=4, scalars=(2, 0, 3, 4, 5)),
         ),
-    ),
-    Variant(
-        function="orthograd_float16_has_momentum",
-        step="orthograd_has_momentum",
-        kernel="orthograd_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_float16_has_momentum": {
+        "kernel": "orthograd_float16_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float16_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float16_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_float16_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float16_has_momentum_5", "elem", level=4, scalars=(2, 0, 3, 4, 5)),
         ),
-    ),
-    Variant(
-        function="orthograd_float32_nesterov_has_momentum",
-        step="orthograd_nesterov_has_momentum",
-        kernel="orthograd_float32_nesterov_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_float32_nesterov_has_momentum": {
+        "kernel": "orthograd_float32_nesterov_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_3,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float32_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float32_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float32_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float32_nesterov_has_momentum_5", "elem", level=4, scalars=(2, 3, 0, 4, 5, 6)),
         ),
-    ),
-    Variant(
-        function="orthograd_bfloat16_nesterov_has_momentum",
-        step="orthograd_nesterov_has_momentum",
-        kernel="orthograd_bfloat16_nesterov_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_bfloat16_nesterov_has_momentum": {
+        "kernel": "orthograd_bfloat16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_3,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_bfloat16_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_bfloat16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_bfloat16_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_bfloat16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_bfloat16_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_bfloat16_nesterov_has_momentum_5", "elem", level=4, scalars=(2, 3, 0, 4, 5, 6)),
         ),
-    ),
-    Variant(
-        function="orthograd_float16_nesterov_has_momentum",
-        step="orthograd_nesterov_has_momentum",
-        kernel="orthograd_float16_nesterov_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "orthograd_float16_nesterov_has_momentum": {
+        "kernel": "orthograd_float16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "grad_scale", "grad_scale_times_grad_scale", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('grad_scale', 'grad_scale_times_grad_scale', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars_3,
+        "temps": (
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
             Temp("radial", "tensor"),
             Temp("g_norm", "tensor"),
             Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
             Temp("stretch", "tensor"),
         ),
-        stages=(
-            Stage("orthograd_float16_has_momentum_1", "elem", 0, (), temps=('tensor_sum_for_g_norm', 'tensor_sum_for_radial', 'tensor_sum_for_radial_2'), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_2", "tensor", 1, (0, 1), temps=('radial', 'g_norm', 'by_1em05_times_g_norm'), matrices=False, block=1),
-            Stage("orthograd_float16_has_momentum_3", "elem", 2, (0,), temps=('tensor_sum_for_tangent_norm',), matrices=False, block=1),
-            Stage("orthograd_float32_has_momentum_4", "tensor", 3, (), temps=('stretch',), matrices=False, block=1),
-            Stage("orthograd_float16_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "orthograd_float16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+            ),
+            Stage(
+                "orthograd_float32_has_momentum_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_float16_has_momentum_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+            ),
+            Stage("orthograd_float32_has_momentum_4", "tensor", level=3, scalars=(), temps=("stretch",)),
+            Stage("orthograd_float16_nesterov_has_momentum_5", "elem", level=4, scalars=(2, 3, 0, 4, 5, 6)),
         ),
-    ),
-)
+    },
+}

@@ -5,9 +5,8 @@
 #   rebuild   optgen build orthograd --plan fp32
 #   explain   optgen explain orthograd --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   14 B per bfloat16 parameter and step: 3 sweeps
 #   maths     fast; rounding changed by: fma, linear, nan
 # fmt: off

@@ -5,51 +5,27 @@
 #   rebuild   optgen build prodigy --plan fp32
 #   explain   optgen explain prodigy --plan fp32
 #
-#   per bfloat16 parameter: 18 B between steps
-#     p            2 B  bf16, nearest
-#                  |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg      4 B  f32
-#                  exact; every f32
-#     exp_avg_sq   4 B  f32
-#                  exact; every f32
-#     s            4 B  f32
-#                  exact; every f32
-#     p0           4 B  f32
-#                  exact; every f32
-#     d            0 B  f32, one per model
-#                  exact; every f32
-#     d_max        0 B  f32, one per model
-#                  exact; every f32
-#     d_numerator  0 B  f32, one per model
-#                  exact; every f32
+#   p            2 B  bf16, nearest
+#                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg      4 B  f32
+#                exact; every f32
+#   exp_avg_sq   4 B  f32
+#                exact; every f32
+#   s            4 B  f32
+#                exact; every f32
+#   p0           4 B  f32
+#                exact; every f32
+#   d            0 B  f32, one per model
+#                exact; every f32
+#   d_max        0 B  f32, one per model
+#                exact; every f32
+#   d_numerator  0 B  f32, one per model
+#                exact; every f32
 #   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import choose, divide, root
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    return (
-        lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
-    )
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
@@ -72,26 +48,6 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     )
 
 
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    return (
-        lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
-    )
-
-
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -109,30 +65,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     return (
         lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2,
         keep2,
-    )
-
-
-def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    return (
-        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
     )
 
 
@@ -160,30 +92,6 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
-def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
-    common_1 = 0 < lr
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    return (
-        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
-    )
-
-
 def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -208,569 +116,533 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
-VARIANTS = (
-    Variant(
-        function="prodigy_float32",
-        step="prodigy",
-        kernel="prodigy_float32",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+KERNELS = {
+    "prodigy_float32": {
+        "kernel": "prodigy_float32",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float32_2", "elem", 0, (0, 4, 5, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_float32_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float32_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_bfloat16",
-        step="prodigy",
-        kernel="prodigy_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_bfloat16": {
+        "kernel": "prodigy_bfloat16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_2", "elem", 0, (0, 4, 5, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_bfloat16_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_bfloat16_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float16",
-        step="prodigy",
-        kernel="prodigy_float16",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float16": {
+        "kernel": "prodigy_float16",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float16_2", "elem", 0, (0, 4, 5, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float16_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_float16_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float16_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float32_safeguard_warmup",
-        step="prodigy_safeguard_warmup",
-        kernel="prodigy_float32_safeguard_warmup",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float32_safeguard_warmup": {
+        "kernel": "prodigy_float32_safeguard_warmup",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float32_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_float32_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(0, 5, 4, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float32_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_bfloat16_safeguard_warmup",
-        step="prodigy_safeguard_warmup",
-        kernel="prodigy_bfloat16_safeguard_warmup",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_bfloat16_safeguard_warmup": {
+        "kernel": "prodigy_bfloat16_safeguard_warmup",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_bfloat16_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(0, 5, 4, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_bfloat16_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float16_safeguard_warmup",
-        step="prodigy_safeguard_warmup",
-        kernel="prodigy_float16_safeguard_warmup",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': False, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float16_safeguard_warmup": {
+        "kernel": "prodigy_float16_safeguard_warmup",
+        "kernel_scalars": (
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_2,
-        kernel_scalars=('lr', 'weight_decay', 'd0', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_2,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float16_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float16_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_float16_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(0, 5, 4, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float16_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float32_use_bias_correction",
-        step="prodigy_use_bias_correction",
-        kernel="prodigy_float32_use_bias_correction",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float32_use_bias_correction": {
+        "kernel": "prodigy_float32_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_3,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float32_use_bias_correction_2", "elem", 0, (4, 5, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_float32_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float32_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_bfloat16_use_bias_correction",
-        step="prodigy_use_bias_correction",
-        kernel="prodigy_bfloat16_use_bias_correction",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_bfloat16_use_bias_correction": {
+        "kernel": "prodigy_bfloat16_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_3,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_use_bias_correction_2", "elem", 0, (4, 5, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_bfloat16_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_bfloat16_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float16_use_bias_correction",
-        step="prodigy_use_bias_correction",
-        kernel="prodigy_float16_use_bias_correction",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float16_use_bias_correction": {
+        "kernel": "prodigy_float16_use_bias_correction",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_3,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'grad_scale', 'moves', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_3,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), matrices=False, block=1),
-            Stage("prodigy_float16_use_bias_correction_2", "elem", 0, (4, 5, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float16_5", "elem", 4, (4, 5, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_float16_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float16_5", "elem", level=4, scalars=(4, 5, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float32_use_bias_correction_safeguard_warmup",
-        step="prodigy_use_bias_correction_safeguard_warmup",
-        kernel="prodigy_float32_use_bias_correction_safeguard_warmup",
-        param="float32",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float32_use_bias_correction_safeguard_warmup": {
+        "kernel": "prodigy_float32_use_bias_correction_safeguard_warmup",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_4,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float32_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_float32_use_bias_correction_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(5, 4, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float32_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        step="prodigy_use_bias_correction_safeguard_warmup",
-        kernel="prodigy_bfloat16_use_bias_correction_safeguard_warmup",
-        param="bfloat16",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup": {
+        "kernel": "prodigy_bfloat16_use_bias_correction_safeguard_warmup",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_4,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_bfloat16_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(5, 4, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_bfloat16_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-    Variant(
-        function="prodigy_float16_use_bias_correction_safeguard_warmup",
-        step="prodigy_use_bias_correction_safeguard_warmup",
-        kernel="prodigy_float16_use_bias_correction_safeguard_warmup",
-        param="float16",
-        small=False,
-        flags={'use_bias_correction': True, 'safeguard_warmup': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("s", "float32", per=1, zero=0, state="s"),
-            Field("p0", "float32", per=1, zero=0, state="p0"),
-            Field("d", "float32", per=1, zero=0, state="d", space="model", nonneg=True),
-            Field("d_max", "float32", per=1, zero=0, state="d_max", space="model", nonneg=True),
-            Field("d_numerator", "float32", per=1, zero=0, state="d_numerator", space="model"),
+    },
+    "prodigy_float16_use_bias_correction_safeguard_warmup": {
+        "kernel": "prodigy_float16_use_bias_correction_safeguard_warmup",
+        "kernel_scalars": (
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
-        scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'keep2', 'gain2'),
-        host=host_scalars_4,
-        kernel_scalars=('weight_decay', 'd0', 'own', 'gain1', 'moves', 'grad_scale', 'keep3', 'eps', 'd_coef', 'growth_rate', 'beta3', 'keep1', 'gain2', 'keep2'),
-        kernel_host=kernel_scalars_4,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={'p0': 'param', 'd': 'd0', 'd_max': 'd0'},
-        eager=Eager(codecs={'p': 'weight_f16'}, still=('p0',)),
-        temps=(
+        "kernel_host": kernel_scalars_4,
+        "temps": (
             Temp("one_times_one_minus_beta1_times_d", "model"),
             Temp("rate", "model"),
             Temp("one_minus_rate_times_weight_decay", "model"),
             Temp("d_over_d0", "model"),
             Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_for_numerator", "tensor", "tensor_sum", "elem"),
-            Temp("model_sum_for_numerator", "model", "model_sum", "tensor"),
-            Temp("d_denom", "model", "model_sum", "tensor"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
             Temp("d_2", "model"),
             Temp("d_2_times_eps", "model"),
         ),
-        stages=(
-            Stage("prodigy_float32_use_bias_correction_safeguard_warmup_1", "model", -1, (0, 1, 2, 3, 4), temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'), matrices=False, block=1),
-            Stage("prodigy_float16_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 2), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("prodigy_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'), matrices=False, block=1),
-            Stage("prodigy_float32_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), matrices=False, block=1),
-            Stage("prodigy_float16_5", "elem", 4, (5, 4, 11, 12, 13), temps=(), matrices=False, block=1),
-            Stage("prodigy_float32_6", "model", 5, (), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "prodigy_float32_use_bias_correction_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_float16_use_bias_correction_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(5, 4, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+            ),
+            Stage("prodigy_float32_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom")),
+            Stage("prodigy_float32_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps")),
+            Stage("prodigy_float16_5", "elem", level=4, scalars=(5, 4, 11, 12, 13)),
+            Stage("prodigy_float32_6", "model", level=5, scalars=()),
         ),
-    ),
-)
+    },
+}

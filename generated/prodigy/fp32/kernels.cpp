@@ -5,23 +5,22 @@
 //   rebuild   optgen build prodigy --plan fp32
 //   explain   optgen explain prodigy --plan fp32
 //
-//   per bfloat16 parameter: 18 B between steps
-//     p            2 B  bf16, nearest
-//                  |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-//     exp_avg      4 B  f32
-//                  exact; every f32
-//     exp_avg_sq   4 B  f32
-//                  exact; every f32
-//     s            4 B  f32
-//                  exact; every f32
-//     p0           4 B  f32
-//                  exact; every f32
-//     d            0 B  f32, one per model
-//                  exact; every f32
-//     d_max        0 B  f32, one per model
-//                  exact; every f32
-//     d_numerator  0 B  f32, one per model
-//                  exact; every f32
+//   p            2 B  bf16, nearest
+//                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   exp_avg      4 B  f32
+//                exact; every f32
+//   exp_avg_sq   4 B  f32
+//                exact; every f32
+//   s            4 B  f32
+//                exact; every f32
+//   p0           4 B  f32
+//                exact; every f32
+//   d            0 B  f32, one per model
+//                exact; every f32
+//   d_max        0 B  f32, one per model
+//                exact; every f32
+//   d_numerator  0 B  f32, one per model
+//                exact; every f32
 //   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off

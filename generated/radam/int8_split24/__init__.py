@@ -5,28 +5,23 @@
 #   rebuild   optgen build radam --plan int8_split24
 #   explain   optgen explain radam --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
-#                 |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
-#                 0.00391)
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg     1.03125 B  8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
+#               |error| <= 0.0156 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#               0.00391)
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose, divide, larger, root
 
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = beta2**step
@@ -48,30 +43,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = beta2**step
-    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
-    rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_4 = choose(5 < rho, 1, 0)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
-    )
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = beta2**step
@@ -95,277 +67,101 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="radam_float32",
-        step="radam",
-        kernel="radam_float32",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "radam_float32": {
+        "kernel": "radam_float32",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="radam_float32_small",
-        step="radam",
-        kernel="radam_float32_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_float32_small": {
+        "kernel": "radam_float32_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="radam_bfloat16",
-        step="radam",
-        kernel="radam_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_bfloat16": {
+        "kernel": "radam_bfloat16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="radam_bfloat16_small",
-        step="radam",
-        kernel="radam_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_bfloat16_small": {
+        "kernel": "radam_bfloat16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="radam_float16",
-        step="radam",
-        kernel="radam_float16",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_float16": {
+        "kernel": "radam_float16",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="radam_float16_small",
-        step="radam",
-        kernel="radam_float16_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_float16_small": {
+        "kernel": "radam_float16_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_3', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="radam_float32_decoupled_weight_decay",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_float32_decoupled_weight_decay",
-        param="float32",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "radam_float32_decoupled_weight_decay": {
+        "kernel": "radam_float32_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 0)}, words=((16777232, (), False),)),
-    ),
-    Variant(
-        function="radam_float32_decoupled_weight_decay_small",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_float32_decoupled_weight_decay_small",
-        param="float32",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "radam_float32_decoupled_weight_decay_small": {
+        "kernel": "radam_float32_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="radam_bfloat16_decoupled_weight_decay",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_bfloat16_decoupled_weight_decay",
-        param="bfloat16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "radam_bfloat16_decoupled_weight_decay": {
+        "kernel": "radam_bfloat16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="radam_bfloat16_decoupled_weight_decay_small",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_bfloat16_decoupled_weight_decay_small",
-        param="bfloat16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "radam_bfloat16_decoupled_weight_decay_small": {
+        "kernel": "radam_bfloat16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="radam_float16_decoupled_weight_decay",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_float16_decoupled_weight_decay",
-        param="float16",
-        small=False,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars_2,
+    },
+    "radam_float16_decoupled_weight_decay": {
+        "kernel": "radam_float16_decoupled_weight_decay",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed', 'exp_avg_sq': 'nonneg'}, relative={'exp_avg': 'exp_avg_sq'}, noise={'exp_avg_sq': (0, 20), 'exp_avg': (0, 8), 'p': (0, 0)}, words=((16781313, (), False),)),
-    ),
-    Variant(
-        function="radam_float16_decoupled_weight_decay_small",
-        step="radam_decoupled_weight_decay",
-        kernel="radam_float16_decoupled_weight_decay_small",
-        param="float16",
-        small=True,
-        flags={'decoupled_weight_decay': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+    },
+    "radam_float16_decoupled_weight_decay_small": {
+        "kernel": "radam_float16_decoupled_weight_decay_small",
+        "kernel_scalars": (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        scalars=('beta1', 'beta2', 'eps', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        host=host_scalars_2,
-        kernel_scalars=('beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'adaptive', 'scalar_4', 'lr_over_one_minus_beta1_pow_t'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

@@ -5,24 +5,13 @@
 #   rebuild   optgen build rmsprop --plan fp32
 #   explain   optgen explain rmsprop --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     square_avg  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   square_avg  4 B  f32
+#               exact; every f32
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_alpha = 1 - alpha
-    return (lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha)
 
 
 def kernel_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
@@ -32,12 +21,6 @@ def kernel_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
     return (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr)
 
 
-def host_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_alpha = 1 - alpha
-    return (lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha)
-
-
 def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
     """The kernel's scalars at this step, and the new host states; fp64."""
     one_minus_alpha = 1 - alpha
@@ -45,257 +28,65 @@ def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum
     return (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="rmsprop_float32",
-        step="rmsprop",
-        kernel="rmsprop_float32",
-        param="float32",
-        small=False,
-        flags={'centered': False, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rmsprop_bfloat16",
-        step="rmsprop",
-        kernel="rmsprop_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'centered': False, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="rmsprop_float16",
-        step="rmsprop",
-        kernel="rmsprop_float16",
-        param="float16",
-        small=False,
-        flags={'centered': False, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="rmsprop_float32_has_momentum",
-        step="rmsprop_has_momentum",
-        kernel="rmsprop_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'centered': False, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rmsprop_bfloat16_has_momentum",
-        step="rmsprop_has_momentum",
-        kernel="rmsprop_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'centered': False, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="rmsprop_float16_has_momentum",
-        step="rmsprop_has_momentum",
-        kernel="rmsprop_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'centered': False, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="rmsprop_float32_centered",
-        step="rmsprop_centered",
-        kernel="rmsprop_float32_centered",
-        param="float32",
-        small=False,
-        flags={'centered': True, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rmsprop_bfloat16_centered",
-        step="rmsprop_centered",
-        kernel="rmsprop_bfloat16_centered",
-        param="bfloat16",
-        small=False,
-        flags={'centered': True, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="rmsprop_float16_centered",
-        step="rmsprop_centered",
-        kernel="rmsprop_float16_centered",
-        param="float16",
-        small=False,
-        flags={'centered': True, 'has_momentum': False},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="rmsprop_float32_centered_has_momentum",
-        step="rmsprop_centered_has_momentum",
-        kernel="rmsprop_float32_centered_has_momentum",
-        param="float32",
-        small=False,
-        flags={'centered': True, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rmsprop_bfloat16_centered_has_momentum",
-        step="rmsprop_centered_has_momentum",
-        kernel="rmsprop_bfloat16_centered_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'centered': True, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="rmsprop_float16_centered_has_momentum",
-        step="rmsprop_centered_has_momentum",
-        kernel="rmsprop_float16_centered_has_momentum",
-        param="float16",
-        small=False,
-        flags={'centered': True, 'has_momentum': True},
-        fields=(
-            Field("square_avg", "float32", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("grad_avg", "float32", per=1, zero=0, state="grad_avg"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha'),
-        host=host_scalars_2,
-        kernel_scalars=('alpha', 'eps', 'weight_decay', 'momentum', 'grad_scale', 'one_minus_alpha', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+KERNELS = {
+    "rmsprop_float32": {
+        "kernel": "rmsprop_float32",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_bfloat16": {
+        "kernel": "rmsprop_bfloat16",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_float16": {
+        "kernel": "rmsprop_float16",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_float32_has_momentum": {
+        "kernel": "rmsprop_float32_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "rmsprop_bfloat16_has_momentum": {
+        "kernel": "rmsprop_bfloat16_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "rmsprop_float16_has_momentum": {
+        "kernel": "rmsprop_float16_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "rmsprop_float32_centered": {
+        "kernel": "rmsprop_float32_centered",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_bfloat16_centered": {
+        "kernel": "rmsprop_bfloat16_centered",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_float16_centered": {
+        "kernel": "rmsprop_float16_centered",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "rmsprop_float32_centered_has_momentum": {
+        "kernel": "rmsprop_float32_centered_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "rmsprop_bfloat16_centered_has_momentum": {
+        "kernel": "rmsprop_bfloat16_centered_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "rmsprop_float16_centered_has_momentum": {
+        "kernel": "rmsprop_float16_centered_has_momentum",
+        "kernel_scalars": ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+}

@@ -5,24 +5,19 @@
 #   rebuild   optgen build rprop --plan fp32
 #   explain   optgen explain rprop --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p          2 B  bf16, nearest
-#                |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     prev       4 B  f32
-#                exact; every f32
-#     step_size  4 B  f32
-#                exact; every f32
+#   p          2 B  bf16, nearest
+#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   prev       4 B  f32
+#              exact; every f32
+#   step_size  4 B  f32
+#              exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
+def kernel_scalars(step, grad_scale, *, lr, etas, step_sizes):
     """The kernel's scalars at this step, and the new host states; fp64."""
     etaminus, etaplus = etas
     step_size_min, step_size_max = step_sizes
@@ -30,68 +25,26 @@ def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
     return (etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="rprop_float32",
-        step="rprop",
-        kernel="rprop_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+KERNELS = {
+    "rprop_float32": {
+        "kernel": "rprop_float32",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rprop_bfloat16",
-        step="rprop",
-        kernel="rprop_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_bfloat16": {
+        "kernel": "rprop_bfloat16",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="rprop_float16",
-        step="rprop",
-        kernel="rprop_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_float16": {
+        "kernel": "rprop_float16",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,27 +5,22 @@
 #   rebuild   optgen build rprop --plan int8_split24
 #   explain   optgen explain rprop --plan int8_split24
 #
-#   per bfloat16 parameter: 5.0625 B between steps
-#     p          3 B  bf16 and 8 more bits, stochastic
-#                |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     prev       1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
-#                |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-#     step_size  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                those of fp32 become 0
+#   p          3 B  bf16 and 8 more bits, stochastic
+#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   prev       1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
+#              |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   step_size  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#              |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the
+#              block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells
+#              more than that; Inf reads as a number, so that steps which it divides become too long where those of
+#              fp32 become 0
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
 
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
 
-
-def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
+def kernel_scalars(step, grad_scale, *, lr, etas, step_sizes):
     """The kernel's scalars at this step, and the new host states; fp64."""
     etaminus, etaplus = etas
     step_size_min, step_size_max = step_sizes
@@ -33,141 +28,47 @@ def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
     return (etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="rprop_float32",
-        step="rprop",
-        kernel="rprop_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("prev_codes", "uint8", per=1, zero=128, state="prev"),
-            Field("prev_scale", "int16", per=64, zero=0, state="prev"),
-            Field("step_size_codes", "uint8", per=1, zero=0, state="step_size", nonneg=True),
-            Field("step_size_range", "int16", per=64, zero=0, state="step_size", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "rprop_float32": {
+        "kernel": "rprop_float32",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="rprop_float32_small",
-        step="rprop",
-        kernel="rprop_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_float32_small": {
+        "kernel": "rprop_float32_small",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="rprop_bfloat16",
-        step="rprop",
-        kernel="rprop_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("prev_codes", "uint8", per=1, zero=128, state="prev"),
-            Field("prev_scale", "int16", per=64, zero=0, state="prev"),
-            Field("step_size_codes", "uint8", per=1, zero=0, state="step_size", nonneg=True),
-            Field("step_size_range", "int16", per=64, zero=0, state="step_size", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_bfloat16": {
+        "kernel": "rprop_bfloat16",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="rprop_bfloat16_small",
-        step="rprop",
-        kernel="rprop_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_bfloat16_small": {
+        "kernel": "rprop_bfloat16_small",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="rprop_float16",
-        step="rprop",
-        kernel="rprop_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("prev_codes", "uint8", per=1, zero=128, state="prev"),
-            Field("prev_scale", "int16", per=64, zero=0, state="prev"),
-            Field("step_size_codes", "uint8", per=1, zero=0, state="step_size", nonneg=True),
-            Field("step_size_range", "int16", per=64, zero=0, state="step_size", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_float16": {
+        "kernel": "rprop_float16",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'prev': 'signed', 'step_size': 'nonneg'}, noise={'step_size': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="rprop_float16_small",
-        step="rprop",
-        kernel="rprop_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("prev", "float32", per=1, zero=0, state="prev"),
-            Field("step_size", "float32", per=1, zero=0, state="step_size", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "rprop_float16_small": {
+        "kernel": "rprop_float16_small",
+        "kernel_scalars": (
+            "etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr",
         ),
-        scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        host=host_scalars,
-        kernel_scalars=('etaminus', 'etaplus', 'step_size_min', 'step_size_max', 'grad_scale', 'where_lt_one_t_zero_lr'),
-        kernel_host=host_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

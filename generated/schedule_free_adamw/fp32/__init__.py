@@ -5,42 +5,16 @@
 #   rebuild   optgen build schedule_free_adamw --plan fp32
 #   explain   optgen explain schedule_free_adamw --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     z           4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   z           4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, larger, power, root, smaller
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(
-    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
-):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 33  lr_max = maximum(lr_max, rate)
-    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
-    scalar_3 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (beta1 * (1 - c) - 1)
-    # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
-    return (
-        beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
-        weight_sum_2, lr_max_2,
-    )
 
 
 def kernel_scalars(
@@ -66,68 +40,29 @@ def kernel_scalars(
     )
 
 
-VARIANTS = (
-    Variant(
-        function="schedule_free_adamw_float32",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "schedule_free_adamw_float32": {
+        "kernel": "schedule_free_adamw_float32",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="schedule_free_adamw_bfloat16",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_bfloat16": {
+        "kernel": "schedule_free_adamw_bfloat16",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="schedule_free_adamw_float16",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_float16": {
+        "kernel": "schedule_free_adamw_float16",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

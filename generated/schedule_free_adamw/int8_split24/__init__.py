@@ -5,45 +5,19 @@
 #   rebuild   optgen build schedule_free_adamw --plan int8_split24
 #   explain   optgen explain schedule_free_adamw --plan int8_split24
 #
-#   per bfloat16 parameter: 8.03125 B between steps
-#     p           3 B  bf16 and 8 more bits, stochastic
-#                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     z           4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
-#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
-#                 those of fp32 become 0
+#   p           3 B  bf16 and 8 more bits, stochastic
+#               |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   z           4 B  f32
+#               exact; every f32
+#   exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+#               |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#               the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#               cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#               those of fp32 become 0
 #   traffic   18.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, larger, power, root, smaller
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(
-    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
-):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    # 33  lr_max = maximum(lr_max, rate)
-    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
-    scalar_3 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (beta1 * (1 - c) - 1)
-    # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
-    return (
-        beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
-        weight_sum_2, lr_max_2,
-    )
 
 
 def kernel_scalars(
@@ -69,138 +43,53 @@ def kernel_scalars(
     )
 
 
-VARIANTS = (
-    Variant(
-        function="schedule_free_adamw_float32",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+KERNELS = {
+    "schedule_free_adamw_float32": {
+        "kernel": "schedule_free_adamw_float32",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="schedule_free_adamw_float32_small",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_float32_small": {
+        "kernel": "schedule_free_adamw_float32_small",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="schedule_free_adamw_bfloat16",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_bfloat16": {
+        "kernel": "schedule_free_adamw_bfloat16",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="schedule_free_adamw_bfloat16_small",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_bfloat16_small": {
+        "kernel": "schedule_free_adamw_bfloat16_small",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="schedule_free_adamw_float16",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
-            Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_float16": {
+        "kernel": "schedule_free_adamw_float16",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg_sq': 'nonneg'}, noise={'exp_avg_sq': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="schedule_free_adamw_float16_small",
-        step="schedule_free_adamw",
-        kernel="schedule_free_adamw_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_adamw_float16_small": {
+        "kernel": "schedule_free_adamw_float16_small",
+        "kernel_scalars": (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
         ),
-        scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('beta2', 'weight_decay', 'scalar_0', 'grad_scale_times_sqrt_one_minus_beta2_pow_t', 'eps_times_sqrt_one_minus_beta2_pow_t', 'c', 'scalar_4', 'scalar_5'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars,
+    },
+}

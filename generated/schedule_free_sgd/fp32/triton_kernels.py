@@ -5,11 +5,10 @@
 #   rebuild   optgen build schedule_free_sgd --plan fp32
 #   explain   optgen explain schedule_free_sgd --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     z  4 B  f32
-#        exact; every f32
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   z  4 B  f32
+#      exact; every f32
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, nan
 # fmt: off

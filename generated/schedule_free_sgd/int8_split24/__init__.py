@@ -5,34 +5,14 @@
 #   rebuild   optgen build schedule_free_sgd --plan int8_split24
 #   explain   optgen explain schedule_free_sgd --plan int8_split24
 #
-#   per bfloat16 parameter: 7 B between steps
-#     p  3 B  bf16 and 8 more bits, stochastic
-#        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     z  4 B  f32
-#        exact; every f32
+#   p  3 B  bf16 and 8 more bits, stochastic
+#      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   z  4 B  f32
+#      exact; every f32
 #   traffic   16 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import divide, larger, power, smaller
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(
-    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
-):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    # 30  lr_max = maximum(lr_max, rate)
-    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 31  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 32  weight_sum = weight_sum + weight
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
-    scalar_1 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (momentum * (1 - c) - 1)
-    # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
-    return (weight_decay, grad_scale, c, scalar_1, rate, weight_sum_2, lr_max_2)
 
 
 def kernel_scalars(
@@ -50,67 +30,20 @@ def kernel_scalars(
     return (weight_decay, grad_scale, c, scalar_1, scalar_2, weight_sum_2, lr_max_2)
 
 
-VARIANTS = (
-    Variant(
-        function="schedule_free_sgd_float32",
-        step="schedule_free_sgd",
-        kernel="schedule_free_sgd_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("z", "float32", per=1, zero=0, state="z"),
-        ),
-        scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'scalar_2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(),
-    ),
-    Variant(
-        function="schedule_free_sgd_bfloat16",
-        step="schedule_free_sgd",
-        kernel="schedule_free_sgd_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-        ),
-        scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'scalar_2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="schedule_free_sgd_float16",
-        step="schedule_free_sgd",
-        kernel="schedule_free_sgd_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("z", "float32", per=1, zero=0, state="z"),
-        ),
-        scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'rate'),
-        host=host_scalars,
-        kernel_scalars=('weight_decay', 'grad_scale', 'c', 'scalar_1', 'scalar_2'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(('weight_sum', 0.0), ('lr_max', 0.0)),
-        init={'z': 'param'},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+KERNELS = {
+    "schedule_free_sgd_float32": {
+        "kernel": "schedule_free_sgd_float32",
+        "kernel_scalars": ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_sgd_bfloat16": {
+        "kernel": "schedule_free_sgd_bfloat16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"),
+        "kernel_host": kernel_scalars,
+    },
+    "schedule_free_sgd_float16": {
+        "kernel": "schedule_free_sgd_float16",
+        "kernel_scalars": ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"),
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -5,11 +5,10 @@
 //   rebuild   optgen build schedule_free_sgd --plan int8_split24
 //   explain   optgen explain schedule_free_sgd --plan int8_split24
 //
-//   per bfloat16 parameter: 7 B between steps
-//     p  3 B  bf16 and 8 more bits, stochastic
-//        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-//     z  4 B  f32
-//        exact; every f32
+//   p  3 B  bf16 and 8 more bits, stochastic
+//      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+//   z  4 B  f32
+//      exact; every f32
 //   traffic   16 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: fma, group, nan
 // clang-format off

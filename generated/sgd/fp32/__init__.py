@@ -5,22 +5,12 @@
 #   rebuild   optgen build sgd --plan fp32
 #   explain   optgen explain sgd --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    return (lr, weight_decay, grad_scale)
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -28,14 +18,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     lr_times_grad_scale = lr * grad_scale
     lr_times_weight_decay = lr * weight_decay
     return (lr_times_grad_scale, lr_times_weight_decay)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    return (lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -47,17 +29,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     minus_lr = -lr
     return (scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr)
-
-
-def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    return (
-        lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one,
-    )
 
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -72,182 +43,59 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="sgd_float32",
-        step="sgd",
-        kernel="sgd_float32",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+KERNELS = {
+    "sgd_float32": {
+        "kernel": "sgd_float32",
+        "kernel_scalars": ("lr_times_grad_scale", "lr_times_weight_decay"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgd_bfloat16": {
+        "kernel": "sgd_bfloat16",
+        "kernel_scalars": ("lr_times_grad_scale", "lr_times_weight_decay"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgd_float16": {
+        "kernel": "sgd_float16",
+        "kernel_scalars": ("lr_times_grad_scale", "lr_times_weight_decay"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgd_float32_has_momentum": {
+        "kernel": "sgd_float32_has_momentum",
+        "kernel_scalars": ("scalar_0", "scalar_1", "where_lt_one_t_momentum_zero", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgd_bfloat16_has_momentum": {
+        "kernel": "sgd_bfloat16_has_momentum",
+        "kernel_scalars": ("scalar_0", "scalar_1", "where_lt_one_t_momentum_zero", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgd_float16_has_momentum": {
+        "kernel": "sgd_float16_has_momentum",
+        "kernel_scalars": ("scalar_0", "scalar_1", "where_lt_one_t_momentum_zero", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgd_float32_nesterov_has_momentum": {
+        "kernel": "sgd_float32_nesterov_has_momentum",
+        "kernel_scalars": (
+            "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('lr', 'weight_decay', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgd_bfloat16",
-        step="sgd",
-        kernel="sgd_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgd_bfloat16_nesterov_has_momentum": {
+        "kernel": "sgd_bfloat16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('lr', 'weight_decay', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgd_float16",
-        step="sgd",
-        kernel="sgd_float16",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgd_float16_nesterov_has_momentum": {
+        "kernel": "sgd_float16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        scalars=('lr', 'weight_decay', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('lr_times_grad_scale', 'lr_times_weight_decay'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="sgd_float32_has_momentum",
-        step="sgd_has_momentum",
-        kernel="sgd_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgd_bfloat16_has_momentum",
-        step="sgd_has_momentum",
-        kernel="sgd_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgd_float16_has_momentum",
-        step="sgd_has_momentum",
-        kernel="sgd_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'scalar_1', 'where_lt_one_t_momentum_zero', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="sgd_float32_nesterov_has_momentum",
-        step="sgd_nesterov_has_momentum",
-        kernel="sgd_float32_nesterov_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgd_bfloat16_nesterov_has_momentum",
-        step="sgd_nesterov_has_momentum",
-        kernel="sgd_bfloat16_nesterov_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgd_float16_nesterov_has_momentum",
-        step="sgd_nesterov_has_momentum",
-        kernel="sgd_float16_nesterov_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
-        host=host_scalars_3,
-        kernel_scalars=('momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'minus_lr'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_3,
+    },
+}

@@ -5,23 +5,12 @@
 #   rebuild   optgen build sgdw --plan fp32
 #   explain   optgen explain sgdw --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (lr, grad_scale, one_minus_lr_times_weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -29,18 +18,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_times_grad_scale = -(lr * grad_scale)
     return (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -51,18 +28,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
     return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
-
-
-def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -79,182 +44,59 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="sgdw_float32",
-        step="sgdw",
-        kernel="sgdw_float32",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+KERNELS = {
+    "sgdw_float32": {
+        "kernel": "sgdw_float32",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_bfloat16": {
+        "kernel": "sgdw_bfloat16",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_float16": {
+        "kernel": "sgdw_float16",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_float32_has_momentum": {
+        "kernel": "sgdw_float32_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_bfloat16_has_momentum": {
+        "kernel": "sgdw_bfloat16_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float16_has_momentum": {
+        "kernel": "sgdw_float16_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float32_nesterov_has_momentum": {
+        "kernel": "sgdw_float32_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16",
-        step="sgdw",
-        kernel="sgdw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_bfloat16_nesterov_has_momentum": {
+        "kernel": "sgdw_bfloat16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgdw_float16",
-        step="sgdw",
-        kernel="sgdw_float16",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_float16_nesterov_has_momentum": {
+        "kernel": "sgdw_float16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="sgdw_float32_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgdw_float16_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="sgdw_float32_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float32_nesterov_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_bfloat16_nesterov_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sgdw_float16_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float16_nesterov_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_3,
+    },
+}

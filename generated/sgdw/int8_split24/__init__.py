@@ -5,23 +5,12 @@
 #   rebuild   optgen build sgdw --plan int8_split24
 #   explain   optgen explain sgdw --plan int8_split24
 #
-#   per bfloat16 parameter: 3 B between steps
-#     p  3 B  bf16 and 8 more bits, stochastic
-#        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   p  3 B  bf16 and 8 more bits, stochastic
+#      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
 from optgen.runtime.scalars import choose
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (lr, grad_scale, one_minus_lr_times_weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -29,18 +18,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_times_grad_scale = -(lr * grad_scale)
     return (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -51,18 +28,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
     return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
-
-
-def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-        one_minus_lr_times_weight_decay,
-    )
 
 
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
@@ -79,318 +44,98 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-VARIANTS = (
-    Variant(
-        function="sgdw_float32",
-        step="sgdw",
-        kernel="sgdw_float32",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
+KERNELS = {
+    "sgdw_float32": {
+        "kernel": "sgdw_float32",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_bfloat16": {
+        "kernel": "sgdw_bfloat16",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_float16": {
+        "kernel": "sgdw_float16",
+        "kernel_scalars": ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sgdw_float32_has_momentum": {
+        "kernel": "sgdw_float32_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float32_has_momentum_small": {
+        "kernel": "sgdw_float32_has_momentum_small",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_bfloat16_has_momentum": {
+        "kernel": "sgdw_bfloat16_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_bfloat16_has_momentum_small": {
+        "kernel": "sgdw_bfloat16_has_momentum_small",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float16_has_momentum": {
+        "kernel": "sgdw_float16_has_momentum",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float16_has_momentum_small": {
+        "kernel": "sgdw_float16_has_momentum_small",
+        "kernel_scalars": ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sgdw_float32_nesterov_has_momentum": {
+        "kernel": "sgdw_float32_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16",
-        step="sgdw",
-        kernel="sgdw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_float32_nesterov_has_momentum_small": {
+        "kernel": "sgdw_float32_nesterov_has_momentum_small",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float16",
-        step="sgdw",
-        kernel="sgdw_float16",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': False},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_bfloat16_nesterov_has_momentum": {
+        "kernel": "sgdw_bfloat16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('one_minus_lr_times_weight_decay', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float32_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_bfloat16_nesterov_has_momentum_small": {
+        "kernel": "sgdw_bfloat16_nesterov_has_momentum_small",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float32_has_momentum_small",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float32_has_momentum_small",
-        param="float32",
-        small=True,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_float16_nesterov_has_momentum": {
+        "kernel": "sgdw_float16_nesterov_has_momentum",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
+        "kernel_host": kernel_scalars_3,
+    },
+    "sgdw_float16_nesterov_has_momentum_small": {
+        "kernel": "sgdw_float16_nesterov_has_momentum_small",
+        "kernel_scalars": (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
         ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="sgdw_bfloat16_has_momentum_small",
-        step="sgdw_has_momentum",
-        kernel="sgdw_bfloat16_has_momentum_small",
-        param="bfloat16",
-        small=True,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float16_has_momentum",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float16_has_momentum_small",
-        step="sgdw_has_momentum",
-        kernel="sgdw_float16_has_momentum_small",
-        param="float16",
-        small=True,
-        flags={'nesterov': False, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float32_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float32_nesterov_has_momentum",
-        param="float32",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float32_nesterov_has_momentum_small",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float32_nesterov_has_momentum_small",
-        param="float32",
-        small=True,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sgdw_bfloat16_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_bfloat16_nesterov_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="sgdw_bfloat16_nesterov_has_momentum_small",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_bfloat16_nesterov_has_momentum_small",
-        param="bfloat16",
-        small=True,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float16_nesterov_has_momentum",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float16_nesterov_has_momentum",
-        param="float16",
-        small=False,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
-            Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'momentum_buffer': 'signed'}, noise={'momentum_buffer': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="sgdw_float16_nesterov_has_momentum_small",
-        step="sgdw_nesterov_has_momentum",
-        kernel="sgdw_float16_nesterov_has_momentum_small",
-        param="float16",
-        small=True,
-        flags={'nesterov': True, 'has_momentum': True},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_3,
-        kernel_scalars=('where_lt_one_t_momentum_zero', 'scalar_1', 'lr_times_grad_scale', 'lr_times_momentum', 'one_minus_lr_times_weight_decay'),
-        kernel_host=kernel_scalars_3,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+        "kernel_host": kernel_scalars_3,
+    },
+}

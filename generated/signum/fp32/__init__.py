@@ -5,22 +5,11 @@
 #   rebuild   optgen build signum --plan fp32
 #   explain   optgen explain signum --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p  2 B  bf16, nearest
-#        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   p  2 B  bf16, nearest
+#      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (lr, grad_scale, one_minus_lr_times_weight_decay)
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay):
@@ -28,13 +17,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
     return (grad_scale, one_minus_lr_times_weight_decay, minus_lr)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_momentum = 1 - momentum
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
@@ -45,122 +27,41 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
     return (momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="signum_float32",
-        step="signum",
-        kernel="signum_float32",
-        param="float32",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
+KERNELS = {
+    "signum_float32": {
+        "kernel": "signum_float32",
+        "kernel_scalars": ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "signum_bfloat16": {
+        "kernel": "signum_bfloat16",
+        "kernel_scalars": ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "signum_float16": {
+        "kernel": "signum_float16",
+        "kernel_scalars": ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "signum_float32_has_momentum": {
+        "kernel": "signum_float32_has_momentum",
+        "kernel_scalars": (
+            "momentum", "one_minus_momentum_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="signum_bfloat16",
-        step="signum",
-        kernel="signum_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_2,
+    },
+    "signum_bfloat16_has_momentum": {
+        "kernel": "signum_bfloat16_has_momentum",
+        "kernel_scalars": (
+            "momentum", "one_minus_momentum_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="signum_float16",
-        step="signum",
-        kernel="signum_float16",
-        param="float16",
-        small=False,
-        flags={'has_momentum': False},
-        fields=(
+        "kernel_host": kernel_scalars_2,
+    },
+    "signum_float16_has_momentum": {
+        "kernel": "signum_float16_has_momentum",
+        "kernel_scalars": (
+            "momentum", "one_minus_momentum_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        scalars=('lr', 'grad_scale', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars,
-        kernel_scalars=('grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="signum_float32_has_momentum",
-        step="signum_has_momentum",
-        kernel="signum_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="signum_bfloat16_has_momentum",
-        step="signum_has_momentum",
-        kernel="signum_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="signum_float16_has_momentum",
-        step="signum_has_momentum",
-        kernel="signum_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'has_momentum': True},
-        fields=(
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'one_minus_momentum_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

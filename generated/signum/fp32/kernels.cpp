@@ -5,9 +5,8 @@
 //   rebuild   optgen build signum --plan fp32
 //   explain   optgen explain signum --plan fp32
 //
-//   per bfloat16 parameter: 2 B between steps
-//     p  2 B  bf16, nearest
-//        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+//   p  2 B  bf16, nearest
+//      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: fma, group, nan
 // clang-format off

@@ -5,9 +5,8 @@
 #   rebuild   optgen build signum --plan int8_split24
 #   explain   optgen explain signum --plan int8_split24
 #
-#   per bfloat16 parameter: 3 B between steps
-#     p  3 B  bf16 and 8 more bits, stochastic
-#        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   p  3 B  bf16 and 8 more bits, stochastic
+#      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off

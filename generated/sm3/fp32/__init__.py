@@ -5,25 +5,16 @@
 #   rebuild   optgen build sm3 --plan fp32
 #   explain   optgen explain sm3 --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     accumulator_row  0 B  f32, one per row
-#                      exact; every f32
-#     accumulator_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   accumulator_row  0 B  f32, one per row
+#                    exact; every f32
+#   accumulator_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, momentum, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    return (lr, eps, grad_scale)
+from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, eps):
@@ -31,12 +22,6 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, eps):
     grad_scale_times_grad_scale = grad_scale * grad_scale
     minus_lr_times_grad_scale = -(lr * grad_scale)
     return (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale)
-
-
-def host_scalars_2(step, grad_scale, *, lr, momentum, eps):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_momentum = 1 - momentum
-    return (lr, momentum, eps, grad_scale, one_minus_momentum)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
@@ -47,311 +32,173 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
     return (momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="sm3_float32",
-        step="sm3",
-        kernel="sm3_float32",
-        param="float32",
-        small=False,
-        flags={'has_momentum': False, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
+KERNELS = {
+    "sm3_float32": {
+        "kernel": "sm3_float32",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
+        "stages": (
+            Stage(
+                "sm3_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_float32_3", "col", level=1, scalars=(), matrices=True),
         ),
-        stages=(
-            Stage("sm3_float32_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_float32_3", "col", 1, (), temps=(), matrices=True, block=1),
+    },
+    "sm3_bfloat16": {
+        "kernel": "sm3_bfloat16",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-    ),
-    Variant(
-        function="sm3_bfloat16",
-        step="sm3",
-        kernel="sm3_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': False, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
+        "stages": (
+            Stage(
+                "sm3_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_bfloat16_3", "col", level=1, scalars=(), matrices=True),
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
+    },
+    "sm3_float16": {
+        "kernel": "sm3_float16",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-        stages=(
-            Stage("sm3_bfloat16_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_bfloat16_3", "col", 1, (), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "sm3_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_float16_3", "col", level=1, scalars=(), matrices=True),
         ),
-    ),
-    Variant(
-        function="sm3_float16",
-        step="sm3",
-        kernel="sm3_float16",
-        param="float16",
-        small=False,
-        flags={'has_momentum': False, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
+    },
+    "sm3_float32_no_factored": {
+        "kernel": "sm3_float32_no_factored",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sm3_bfloat16_no_factored": {
+        "kernel": "sm3_bfloat16_no_factored",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sm3_float16_no_factored": {
+        "kernel": "sm3_float16_no_factored",
+        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        "kernel_host": kernel_scalars,
+    },
+    "sm3_float32_has_momentum": {
+        "kernel": "sm3_float32_has_momentum",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-        stages=(
-            Stage("sm3_float16_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_float16_3", "col", 1, (), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "sm3_float32_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_float32_has_momentum_3", "col", level=1, scalars=(), matrices=True),
         ),
-    ),
-    Variant(
-        function="sm3_float32_no_factored",
-        step="sm3_no_factored",
-        kernel="sm3_float32_no_factored",
-        param="float32",
-        small=False,
-        flags={'has_momentum': False, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
+    },
+    "sm3_bfloat16_has_momentum": {
+        "kernel": "sm3_bfloat16_has_momentum",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sm3_bfloat16_no_factored",
-        step="sm3_no_factored",
-        kernel="sm3_bfloat16_no_factored",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': False, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sm3_float16_no_factored",
-        step="sm3_no_factored",
-        kernel="sm3_float16_no_factored",
-        param="float16",
-        small=False,
-        flags={'has_momentum': False, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
+        "stages": (
+            Stage(
+                "sm3_bfloat16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_bfloat16_has_momentum_3", "col", level=1, scalars=(), matrices=True),
         ),
-        scalars=('lr', 'eps', 'grad_scale'),
-        host=host_scalars,
-        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'minus_lr_times_grad_scale'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-    Variant(
-        function="sm3_float32_has_momentum",
-        step="sm3_has_momentum",
-        kernel="sm3_float32_has_momentum",
-        param="float32",
-        small=False,
-        flags={'has_momentum': True, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "sm3_float16_has_momentum": {
+        "kernel": "sm3_float16_has_momentum",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
+        "kernel_host": kernel_scalars_2,
+        "temps": (
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
         ),
-        stages=(
-            Stage("sm3_float32_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_float32_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
+        "stages": (
+            Stage(
+                "sm3_float16_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+            ),
+            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
+            Stage("sm3_float16_has_momentum_3", "col", level=1, scalars=(), matrices=True),
         ),
-    ),
-    Variant(
-        function="sm3_bfloat16_has_momentum",
-        step="sm3_has_momentum",
-        kernel="sm3_bfloat16_has_momentum",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': True, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
+    },
+    "sm3_float32_has_momentum_no_factored": {
+        "kernel": "sm3_float32_has_momentum_no_factored",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sm3_bfloat16_has_momentum_no_factored": {
+        "kernel": "sm3_bfloat16_has_momentum_no_factored",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-        stages=(
-            Stage("sm3_bfloat16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_bfloat16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
+        "kernel_host": kernel_scalars_2,
+    },
+    "sm3_float16_has_momentum_no_factored": {
+        "kernel": "sm3_float16_has_momentum_no_factored",
+        "kernel_scalars": (
+            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
         ),
-    ),
-    Variant(
-        function="sm3_float16_has_momentum",
-        step="sm3_has_momentum",
-        kernel="sm3_float16_has_momentum",
-        param="float16",
-        small=False,
-        flags={'has_momentum': True, 'factored': True},
-        fields=(
-            Field("accumulator_row", "float32", per=1, zero=0, state="accumulator_row", space="row", nonneg=True),
-            Field("accumulator_col", "float32", per=1, zero=0, state="accumulator_col", space="col", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-        temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
-            Temp("accumulator_col_2", "col", "col_max", "elem"),
-        ),
-        stages=(
-            Stage("sm3_float16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
-            Stage("sm3_float16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
-        ),
-    ),
-    Variant(
-        function="sm3_float32_has_momentum_no_factored",
-        step="sm3_has_momentum_no_factored",
-        kernel="sm3_float32_has_momentum_no_factored",
-        param="float32",
-        small=False,
-        flags={'has_momentum': True, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="sm3_bfloat16_has_momentum_no_factored",
-        step="sm3_has_momentum_no_factored",
-        kernel="sm3_bfloat16_has_momentum_no_factored",
-        param="bfloat16",
-        small=False,
-        flags={'has_momentum': True, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="sm3_float16_has_momentum_no_factored",
-        step="sm3_has_momentum_no_factored",
-        kernel="sm3_float16_has_momentum_no_factored",
-        param="float16",
-        small=False,
-        flags={'has_momentum': True, 'factored': False},
-        fields=(
-            Field("accumulator", "float32", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("momentum_buffer", "float32", per=1, zero=0, state="momentum_buffer"),
-        ),
-        scalars=('lr', 'momentum', 'eps', 'grad_scale', 'one_minus_momentum'),
-        host=host_scalars_2,
-        kernel_scalars=('momentum', 'eps', 'grad_scale_times_grad_scale', 'one_minus_momentum_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars_2,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+        "kernel_host": kernel_scalars_2,
+    },
+}

@@ -5,13 +5,12 @@
 #   rebuild   optgen build sm3 --plan fp32
 #   explain   optgen explain sm3 --plan fp32
 #
-#   per bfloat16 parameter: 2 B between steps
-#     p                2 B  bf16, nearest
-#                      |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     accumulator_row  0 B  f32, one per row
-#                      exact; every f32
-#     accumulator_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                2 B  bf16, nearest
+#                    |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   accumulator_row  0 B  f32, one per row
+#                    exact; every f32
+#   accumulator_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off

@@ -5,13 +5,12 @@
 #   rebuild   optgen build sm3 --plan int8_split24
 #   explain   optgen explain sm3 --plan int8_split24
 #
-#   per bfloat16 parameter: 3 B between steps
-#     p                3 B  bf16 and 8 more bits, stochastic
-#                      |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     accumulator_row  0 B  f32, one per row
-#                      exact; every f32
-#     accumulator_col  0 B  f32, one per col
-#                      exact; every f32
+#   p                3 B  bf16 and 8 more bits, stochastic
+#                    |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   accumulator_row  0 B  f32, one per row
+#                    exact; every f32
+#   accumulator_col  0 B  f32, one per col
+#                    exact; every f32
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off

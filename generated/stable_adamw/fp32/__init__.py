@@ -5,35 +5,17 @@
 #   rebuild   optgen build stable_adamw --plan fp32
 #   explain   optgen explain stable_adamw --plan fp32
 #
-#   per bfloat16 parameter: 10 B between steps
-#     p           2 B  bf16, nearest
-#                 |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg     4 B  f32
-#                 exact; every f32
-#     exp_avg_sq  4 B  f32
-#                 exact; every f32
+#   p           2 B  bf16, nearest
+#               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg     4 B  f32
+#               exact; every f32
+#   exp_avg_sq  4 B  f32
+#               exact; every f32
 #   traffic   30 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Stage, Temp, Variant
+from optgen.runtime import Stage, Temp
 from optgen.runtime.scalars import divide
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    common_1 = step - 1
-    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
-    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
-    scalar_1 = 1 - beta1_hat
-    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
-    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
-    scalar_3 = 1 - beta2_hat
-    eps_times_eps = eps * eps
-    return (grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps)
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -54,98 +36,95 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-VARIANTS = (
-    Variant(
-        function="stable_adamw_float32",
-        step="stable_adamw",
-        kernel="stable_adamw_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+KERNELS = {
+    "stable_adamw_float32": {
+        "kernel": "stable_adamw_float32",
+        "kernel_scalars": (
+            "beta1_hat", "scalar_1", "scalar_2", "beta2_hat", "eps_times_eps", "lr", "weight_decay",
+            "grad_scale_times_grad_scale", "eps",
         ),
-        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
-        host=host_scalars,
-        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
-        stages=(
-            Stage("stable_adamw_float32_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_float32_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "stable_adamw_float32_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("tensor_sum_for_surprise",),
+            ),
+            Stage(
+                "stable_adamw_float32_2",
+                "tensor",
+                level=1,
+                scalars=(5, 6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+            ),
+            Stage("stable_adamw_float32_3", "elem", level=2, scalars=(8,)),
         ),
-    ),
-    Variant(
-        function="stable_adamw_bfloat16",
-        step="stable_adamw",
-        kernel="stable_adamw_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "stable_adamw_bfloat16": {
+        "kernel": "stable_adamw_bfloat16",
+        "kernel_scalars": (
+            "beta1_hat", "scalar_1", "scalar_2", "beta2_hat", "eps_times_eps", "lr", "weight_decay",
+            "grad_scale_times_grad_scale", "eps",
         ),
-        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
-        host=host_scalars,
-        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
-        stages=(
-            Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_bfloat16_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "stable_adamw_bfloat16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("tensor_sum_for_surprise",),
+            ),
+            Stage(
+                "stable_adamw_float32_2",
+                "tensor",
+                level=1,
+                scalars=(5, 6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+            ),
+            Stage("stable_adamw_bfloat16_3", "elem", level=2, scalars=(8,)),
         ),
-    ),
-    Variant(
-        function="stable_adamw_float16",
-        step="stable_adamw",
-        kernel="stable_adamw_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+    },
+    "stable_adamw_float16": {
+        "kernel": "stable_adamw_float16",
+        "kernel_scalars": (
+            "beta1_hat", "scalar_1", "scalar_2", "beta2_hat", "eps_times_eps", "lr", "weight_decay",
+            "grad_scale_times_grad_scale", "eps",
         ),
-        scalars=('grad_scale', 'beta1_hat', 'scalar_1', 'beta2_hat', 'scalar_3', 'eps_times_eps', 'lr', 'weight_decay', 'eps'),
-        host=host_scalars,
-        kernel_scalars=('beta1_hat', 'scalar_1', 'scalar_2', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, early=('exp_avg', 'exp_avg_sq')),
-        temps=(
-            Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
+        "kernel_host": kernel_scalars,
+        "temps": (
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
             Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
-        stages=(
-            Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
-            Stage("stable_adamw_float16_3", "elem", 2, (8,), temps=(), matrices=False, block=1),
+        "stages": (
+            Stage(
+                "stable_adamw_float16_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("tensor_sum_for_surprise",),
+            ),
+            Stage(
+                "stable_adamw_float32_2",
+                "tensor",
+                level=1,
+                scalars=(5, 6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+            ),
+            Stage("stable_adamw_float16_3", "elem", level=2, scalars=(8,)),
         ),
-    ),
-)
+    },
+}

@@ -5,25 +5,13 @@
 #   rebuild   optgen build tiger --plan fp32
 #   explain   optgen explain tiger --plan fp32
 #
-#   per bfloat16 parameter: 6 B between steps
-#     p        2 B  bf16, nearest
-#              |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
-#     exp_avg  4 B  f32
-#              exact; every f32
+#   p        2 B  bf16, nearest
+#            |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
+#   exp_avg  4 B  f32
+#            exact; every f32
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.fp32.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 0  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, beta, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta = 1 - beta
-    return (lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta)
 
 
 def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
@@ -34,65 +22,20 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
     return (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="tiger_float32",
-        step="tiger",
-        kernel="tiger_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="tiger_bfloat16",
-        step="tiger",
-        kernel="tiger_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}),
-    ),
-    Variant(
-        function="tiger_float16",
-        step="tiger",
-        kernel="tiger_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}),
-    ),
-)
+KERNELS = {
+    "tiger_float32": {
+        "kernel": "tiger_float32",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_bfloat16": {
+        "kernel": "tiger_bfloat16",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_float16": {
+        "kernel": "tiger_float16",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+}

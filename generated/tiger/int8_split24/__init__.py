@@ -5,25 +5,13 @@
 #   rebuild   optgen build tiger --plan int8_split24
 #   explain   optgen explain tiger --plan int8_split24
 #
-#   per bfloat16 parameter: 4.03125 B between steps
-#     p        3 B  bf16 and 8 more bits, stochastic
-#              |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
-#     exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-#              |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
+#   p        3 B  bf16 and 8 more bits, stochastic
+#            |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
+#   exp_avg  1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
+#            |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Eager, Field, Variant
-
-CODECS = "optgen.plans.int8_split24.eager"  # the module of the plan's eager codecs
-SMALL_NUMEL = 4096  # tensors below this many elements are kept under the plan's `small` format
-
-
-def host_scalars(step, grad_scale, *, lr, beta, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta = 1 - beta
-    return (lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta)
 
 
 def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
@@ -34,132 +22,35 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
     return (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr)
 
 
-VARIANTS = (
-    Variant(
-        function="tiger_float32",
-        step="tiger",
-        kernel="tiger_float32",
-        param="float32",
-        small=False,
-        flags={},
-        fields=(
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'exp_avg': 'signed'}, noise={'exp_avg': (0, 20)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="tiger_float32_small",
-        step="tiger",
-        kernel="tiger_float32_small",
-        param="float32",
-        small=True,
-        flags={},
-        fields=(
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=False,
-        host_states=(),
-        init={},
-        eager=Eager(),
-    ),
-    Variant(
-        function="tiger_bfloat16",
-        step="tiger",
-        kernel="tiger_bfloat16",
-        param="bfloat16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="tiger_bfloat16_small",
-        step="tiger",
-        kernel="tiger_bfloat16_small",
-        param="bfloat16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_bf16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-    Variant(
-        function="tiger_float16",
-        step="tiger",
-        kernel="tiger_float16",
-        param="float16",
-        small=False,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
-            Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=64,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16', 'exp_avg': 'signed'}, noise={'exp_avg': (0, 20), 'p': (0, 0)}, words=((16777217, (), False),)),
-    ),
-    Variant(
-        function="tiger_float16_small",
-        step="tiger",
-        kernel="tiger_float16_small",
-        param="float16",
-        small=True,
-        flags={},
-        fields=(
-            Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "float32", per=1, zero=0, state="exp_avg"),
-        ),
-        scalars=('lr', 'beta', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta'),
-        host=host_scalars,
-        kernel_scalars=('beta', 'one_minus_lr_times_weight_decay', 'one_minus_beta_times_grad_scale', 'minus_lr'),
-        kernel_host=kernel_scalars,
-        block=1,
-        stochastic=True,
-        host_states=(),
-        init={},
-        eager=Eager(codecs={'p': 'weight_f16'}, noise={'p': (0, 24)}, words=((16777216, (), False),)),
-    ),
-)
+KERNELS = {
+    "tiger_float32": {
+        "kernel": "tiger_float32",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_float32_small": {
+        "kernel": "tiger_float32_small",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_bfloat16": {
+        "kernel": "tiger_bfloat16",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_bfloat16_small": {
+        "kernel": "tiger_bfloat16_small",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_float16": {
+        "kernel": "tiger_float16",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+    "tiger_float16_small": {
+        "kernel": "tiger_float16_small",
+        "kernel_scalars": ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        "kernel_host": kernel_scalars,
+    },
+}

@@ -1,6 +1,6 @@
 from optgen.runtime import Field, Variant
 
-from .. import rule
+from .. import records as rule
 
 SMALL_NUMEL = 0
 M = Field("exp_avg", "float32", state="exp_avg")

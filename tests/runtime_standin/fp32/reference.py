@@ -1,6 +1,6 @@
 import torch
 
-from .. import rule
+from .. import records as rule
 
 
 def step(p, g, m, v, *rest):

@@ -1,6 +1,6 @@
 from optgen.runtime import Field, Variant
 
-from .. import rule
+from .. import records as rule
 
 SMALL_NUMEL = 16
 BLOCK = 8

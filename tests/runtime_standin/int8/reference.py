@@ -3,7 +3,7 @@ import math
 
 import torch
 
-from .. import rule
+from .. import records as rule
 
 BLOCK = 8
 

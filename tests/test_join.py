@@ -1,0 +1,146 @@
+"""Records of rules and of plans, and what the runtime makes of the two: held to what the compiler lowers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optgen import passes
+from optgen.driver import load, record_text, targets
+from optgen.driver.record_text import written
+from optgen.driver.targets import Case
+from optgen.formats import Blocked, Plan, scales, softsign
+from optgen.formats.plan import field_names
+from optgen.ir.node import postorder
+from optgen.lang.spec import Spec
+from optgen.lower import lower, matrix_of, needs_matrix
+from optgen.ops import spaces
+from optgen.runtime import join, records
+from optgen.runtime.join import FormatRecord, PlanRecord, StateRecord
+from optgen.runtime.records import Field, Variant
+
+ROOT = Path(__file__).parents[1]
+SPECS, PLANS = sorted(load.entries(ROOT)), load.plans(ROOT)
+
+
+def check(spec: Spec, plan: Plan) -> None:
+    """Every variant of the join is what the program of its case says."""
+    joined = list(join.variants(record_text.rules(spec)[1], record_text.plan_record(plan)))
+    cases = list(targets.cases(spec, plan))
+    for variant, case in zip(joined, cases, strict=True):
+        assert variant.function == targets.case_name(spec, case)
+        assert (variant.param, variant.small, variant.vector) == (case.param.torch, case.small, case.vector)
+        compare(spec, case, variant)
+
+
+def compare(spec: Spec, case: Case, variant: Variant) -> None:
+    program, storage, eager = lower(spec, case.flags, case.storage), case.storage, variant.eager
+    assert eager is not None
+    buffers = [b for b in program.buffers if b.role not in ("param", "grad")]
+    assert [f.name for f in variant.fields] == [b.name for b in buffers]
+    stored, elements = storage.fields(), {s.name for s in spec.states if s.space == spaces.elem}
+    nonneg = {next(iter(field_names(s, storage.states[s].fields()).values())) for s in storage.nonneg}
+    for b, f in zip(buffers, variant.fields, strict=True):
+        own, few = stored[b.name], b.space.name in spaces.SMALL
+        bits = b.dtype.bits if b.dtype.packed else 0
+        assert (f.dtype, f.state, f.width) == (b.dtype.torch, b.owner, bits or 1)
+        assert f.per == (8 if bits else b.space.size or 1)
+        assert f.zero == own.zero if not bits else f.zero == int(own.zero) * (255 // ((1 << bits) - 1))
+        assert f.space == (b.space.name if few else "elem")
+        assert f.shared == (few and b.owner in elements)
+        assert f.nonneg == ((own.nonneg and b.dtype.is_float) or b.name in nonneg)
+        assert (f.least, f.most, f.low) == ((own.least, own.most, own.low) if own.most is not None else (0, None, 0))
+    assert variant.block == program.block
+    assert variant.host_states == program.host_states
+    nodes = list(postorder(program.roots()))
+    draws = {n.attr for n in nodes if n.op == "key"}
+    assert variant.stochastic == bool(draws) == bool(eager.words)
+    few = ({n.space.name for n in nodes} | {b.space.name for b in program.buffers}) & spaces.SMALL
+    few |= {"call"} & {n.op for n in nodes}
+    elsewhere = needs_matrix(spec, case.flags) and few.isdisjoint({"row", "col", "mat", "call"})
+    assert variant.rows == elsewhere
+    assert variant.matrix == (matrix_of(spec, case.flags, storage) if elsewhere or few else "last")
+    fast = passes.cut(passes.linear(program))
+    assert set(eager.early) == set(fast.early)
+    written_to = {b.owner for b in program.buffers if b.writes}
+    assert set(eager.still) == set(storage.states) - written_to
+    relative = {name for name, fmt in storage.states.items() if fmt.relative}
+    assert set(eager.relative) == relative
+    check_noise(case, program, eager)
+
+
+def check_noise(case: Case, program: Any, eager: records.Eager) -> None:
+    """A store reads the words that its value is dealt, and no bit of a word is dealt twice."""
+    storage = case.storage
+    bits = {name: fmt.noise_bits for name, fmt in storage.states.items()} | {"p": storage.master.noise_bits(case.param)}
+    assert set(eager.noise) == {name for name, n in bits.items() if n and name not in eager.still}
+    taken = set[tuple[int, int]]()
+    for name, (word, shift) in eager.noise.items():
+        own = {(word, at) for at in range(shift, shift + bits[name])}
+        assert not own & taken
+        assert max(at for _, at in own) < 32
+        taken |= own
+    for s in program.stores:
+        drawn = any(n.op == "key" for n in postorder([s.node]))
+        owner = program.buffer(s.buffer).owner
+        # A code of a relative state reads the root of the state that it is divided by.
+        assert drawn <= (owner in eager.noise or eager.relative.get(owner) in eager.noise), s.buffer
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_join_is_what_the_compiler_lowers(seed: int) -> None:
+    """Rules of each kind under drawn plans."""
+    draw = random.Random(seed)
+    for name, plan in draw.sample(list(itertools.product(SPECS, PLANS)), 24):
+        if name != "adafactor_paper":  # whose 16 settings take as long as 16 rules
+            check(load.find_spec(name, ROOT), PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_every_join_is_what_the_compiler_lowers(name: str) -> None:
+    for plan in PLANS.values():
+        check(load.find_spec(name, ROOT), plan)
+
+
+def test_plans_of_a_user_are_joined_alike() -> None:
+    """States that round to nearest by themselves, overrides, no small tensors."""
+    mine = Plan(
+        "Mine.", name="mine", small_numel=0, signed=Blocked(6, 64, softsign(1), scales.ue8m8, relative=True),
+        overrides={"max_exp_avg_sq": PLANS["int8_split24"].nonneg},
+    )  # fmt: skip
+    check(load.find_spec("adamw", ROOT), mine)
+    check(load.find_spec("lookahead_adamw", ROOT), mine)
+
+
+def test_the_committed_records_are_those_that_are_joined() -> None:
+    for name in ("int8_split24", "lpmm4_factor"):
+        text = record_text.plan_text(PLANS[name])
+        made: dict[str, Any] = {}
+        exec(compile(text, name, "exec"), made)
+        assert made["PLAN"] == record_text.plan_record(PLANS[name])
+        assert max(map(len, text.splitlines())) <= record_text.WIDTH
+
+
+def test_text_of_records_leaves_out_defaults_and_fits_its_width() -> None:
+    assert list(written("", StateRecord("m"))) == ['StateRecord("m")']
+    assert list(written("x = ", Field("codes", "uint8", low=1 << 20))) == ['x = Field("codes", "uint8", low=0x100000)']
+    long = PlanRecord(0, overrides={f"a_state_{k}": FormatRecord("c", noise=k) for k in range(9)})
+    lines = list(written("PLAN = ", long))
+    assert max(map(len, lines)) <= record_text.WIDTH
+    assert eval("\n".join(lines).removeprefix("PLAN = "), vars(join) | vars(records)) == long
+
+
+def test_a_state_without_a_positive_second_moment_is_kept_as_it_is() -> None:
+    relative = FormatRecord("signed", relative=True)
+    plan = PlanRecord(0, signed=relative, nonneg=FormatRecord("nonneg", positive=True))
+    states = StateRecord("m", normalized_by="v"), StateRecord("v", nonneg=True)
+    rule = types.SimpleNamespace(states=states)
+    assert plan.formats(rule, False)["m"].relative  # type: ignore[arg-type]
+    rule.states = states[:1]
+    assert not plan.formats(rule, False)["m"].relative  # type: ignore[arg-type]
