@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optgen.base.errors import UserError
-from optgen.driver.explain import storage_lines
+from optgen.driver.explain import memory, storage_lines
 from optgen.formats import (
     Blocked,
     Codebook,
@@ -382,5 +382,5 @@ def test_the_range_says_that_infinities_read_as_numbers(plan: Plan) -> None:
     assert torch.isfinite(fmt.decode(fmt.encode(block))).all()
     assert "Inf reads as a number" in one_step_bound(fmt).valid
     states = adamw.present({f.name: False for f in adamw.flags})
-    text = " ".join(" ".join(storage_lines(adamw, plan.storage(states, dtypes.bf16, False))).split())
+    text = " ".join(" ".join(storage_lines(memory(adamw, plan.storage(states, dtypes.bf16, False)))).split())
     assert "steps which it divides become too long where those of fp32 become 0" in text

@@ -1,10 +1,24 @@
 """What generated optimizers import: the torch.optim.Optimizer they derive from, and the records they fill in.
 
-Stands alone: torch and the standard library, Triton once a kernel starts; nothing of the compiler.
+Stands alone: torch and the standard library, Triton once a kernel starts; nothing of the compiler.  The compiler reads
+records and keys from here: torch is imported with the first name that needs it.
 """
 
-from optgen.runtime.memory import Memory, ParameterMemory
-from optgen.runtime.optimizer import Optimizer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from optgen.runtime.records import Eager, Field, Flag, Hyper, Stage, Temp, Variant
 
+if TYPE_CHECKING:
+    from optgen.runtime.memory import Memory, ParameterMemory
+    from optgen.runtime.optimizer import Optimizer
+
 __all__ = ["Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Stage", "Temp", "Variant"]
+
+_LATER = {"Memory": "memory", "ParameterMemory": "memory", "Optimizer": "optimizer"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATER:
+        return getattr(import_module(f"optgen.runtime.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'optgen.runtime' has no attribute {name!r}")

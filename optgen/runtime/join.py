@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optgen.runtime import keys
 from optgen.runtime.records import Eager, Field, HostFunction, Matrix, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""

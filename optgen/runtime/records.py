@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
+if TYPE_CHECKING:  # the build reads records, and importing torch takes a second
+    import torch
 
-from optgen.runtime.scalars import Scalar
+    from optgen.runtime.scalars import Scalar
 
 HostFunction = Callable[..., tuple[float, ...]]
 
@@ -23,6 +25,12 @@ ROUNDING = 1e-12
 """How far below 0 a number may be that should be 0.  Schedules that multiply their way down, in fp64, miss 0 by some
 roundings of where they began: by 1e-20 from a rate of 3e-4, by 1e-14 after hundreds of steps from 1.  Nothing that is
 meant is as small: a rate of that size moves no weight."""
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor; there is none where torch was not imported."""
+    found = sys.modules.get("torch")
+    return found is not None and isinstance(value, found.Tensor)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Hyper:
         as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the
         range."""
         if isinstance(self.default, tuple):
-            if isinstance(value, torch.Tensor) and value.ndim == 1:
+            if _is_tensor(value) and value.ndim == 1:
                 value = value.unbind() if tensors else value.tolist()
             if not isinstance(value, Sequence) or isinstance(value, str):
                 raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
@@ -61,11 +69,11 @@ class Hyper:
             parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
             numbers = [self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts)]
             return tuple(
-                part if tensors and isinstance(part, torch.Tensor) else number
+                part if tensors and _is_tensor(part) else number
                 for part, number in zip(parts, numbers, strict=True)
             )
         number = self._one(value, self.name, owner)
-        return value if isinstance(value, torch.Tensor) and (tensors or self.name == "lr") else number
+        return value if _is_tensor(value) and (tensors or self.name == "lr") else number
 
     def _one(self, value: object, name: str, owner: str) -> float:
         number = as_float(value)
@@ -92,7 +100,7 @@ class Hyper:
     def _parts(self, value: object) -> Sequence[object]:
         """The numbers of a tuple, as many as there are to be; errors are those of its group."""
         assert isinstance(self.default, tuple)
-        if isinstance(value, torch.Tensor) and value.ndim == 1:
+        if _is_tensor(value) and value.ndim == 1:
             value = value.unbind()
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
@@ -101,8 +109,8 @@ class Hyper:
         return value
 
     def _read_one_on(self, value: object, device: torch.device) -> Scalar:
-        if isinstance(value, torch.Tensor) and value.device == device and value.numel() == 1 and not value.is_complex():
-            return value.detach().reshape(()).to(torch.float64)
+        if _is_tensor(value) and value.device == device and value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(()).double()
         return self._read_one(value)
 
     def _read_one(self, value: object) -> float:
@@ -136,7 +144,7 @@ class Hyper:
 def as_float(value: object) -> float | None:
     """`value` as a Python float: real numbers of any kind and one-element tensors; None for all else, and for integers
     beyond the range of a float."""
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, (str, bytes, complex)):
         return None
@@ -468,7 +476,9 @@ def in_blocks(variant: Variant, rows: int) -> Variant:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of that name ("bfloat16", "uint8")."""
+    """Return torch's dtype of that name ("bfloat16", "uint8")."""
+    import torch
+
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
