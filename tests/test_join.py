@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
-import types
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
 from optgen.runtime import join, records
-from optgen.runtime.join import FormatRecord, PlanRecord, StateRecord
+from optgen.runtime.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
 from optgen.runtime.records import Field, Variant
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,6 @@ def test_a_state_without_a_positive_second_moment_is_kept_as_it_is() -> None:
     relative = FormatRecord("signed", relative=True)
     plan = PlanRecord(0, signed=relative, nonneg=FormatRecord("nonneg", positive=True))
     states = StateRecord("m", normalized_by="v"), StateRecord("v", nonneg=True)
-    rule = types.SimpleNamespace(states=states)
-    assert plan.formats(rule, False)["m"].relative  # type: ignore[arg-type]
-    rule.states = states[:1]
-    assert not plan.formats(rule, False)["m"].relative  # type: ignore[arg-type]
+    rule = RuleRecord("r", "", flags={}, step="r", scalars=(), host=lambda *_: (), states=states)
+    assert plan.formats(rule, False)["m"].relative
+    assert not plan.formats(dataclasses.replace(rule, states=states[:1]), False)["m"].relative

@@ -108,7 +108,7 @@ def pair(name: str = "tiny", text: str | None = KERNELS) -> Pair:
     )
     kernels = types.ModuleType(name)
     if text is not None:
-        kernels.kernels_cpp = text  # type: ignore[attr-defined]
+        vars(kernels)["kernels_cpp"] = text
     return Pair(name, variants, reference=lambda _: Reference(momentum, momentum, momentum), kernels=kernels)
 
 

@@ -68,7 +68,10 @@ def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:
-    """What a stage does, whatever its scalars are called; small work between sweeps goes by all of its level."""
+    """Return a key that two stages share if they do the same, under whatever names of scalars.
+
+    Small work between sweeps is one kernel for all of its level, so its key is that of the level.
+    """
     if not stage.is_sweep:
         level = [s for s in step.stages if s.level == stage.level and not s.call]
         return (level.index(stage), *(_stores(s.schedule.program, s) for s in level))

@@ -35,7 +35,6 @@ class Name(str):
     """A name as it stands in the text."""
 
 
-
 def _leaf(value: object) -> str:
     if isinstance(value, Name):
         return value

@@ -80,7 +80,7 @@ class RuleRecord:
 
 @dataclass(frozen=True)
 class FormatRecord:
-    """How a plan keeps one kind of value.
+    """The storage format of one kind of value under a plan.
 
     codec     its name in the plan's codec modules; "" for fp32 as it is
     fields    what is stored, named by suffixes; the dtype of the parameter aside
