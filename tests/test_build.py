@@ -9,8 +9,10 @@ import json
 import linecache
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -343,15 +345,15 @@ def test_what_a_killed_build_replaced_is_put_back(project: Path, moved: int) -> 
 
 
 def test_what_was_replaced_in_a_folder_beside_it_is_left_to_that_one(tmp_path: Path) -> None:
-    """Its name begins with this one's, and so do those of what its builds leave."""
+    """Its name begins with this one's, and so does that of what its builds leave."""
     mine, other = tmp_path / "made", tmp_path / "made-2"
     for folder in (mine, other):
         folder.mkdir()
         (folder / "a.py").write_text(f"{folder.name}, new")
-    left = tmp_path / ".optgen-made-2-12345678"
+    left = swap.staging_folder(other)
     (left / "old").mkdir(parents=True)
     (left / "old/a.py").write_text("made-2, old")
-    (left / swap._LIST).write_text(json.dumps({"folder": "made-2", "files": {"a.py": False, "b.py": False}}))
+    (left / swap._LIST).write_text(json.dumps({"a.py": False, "b.py": False}))
     (mine / "b.py").write_text("of made alone")
     swap.recover(mine)
     assert {p.name: p.read_text() for p in mine.iterdir()} == {"a.py": "made, new", "b.py": "of made alone"}
@@ -368,23 +370,12 @@ def test_a_list_of_moved_files_reaches_nothing_outside(tmp_path: Path, name: str
     out = tmp_path / "generated"
     out.mkdir()
     (out / "link").symlink_to(tmp_path)
-    staging = tmp_path / ".optgen-generated-x"
+    staging = swap.staging_folder(out)
     staging.mkdir()
-    (staging / "moving.json").write_text(json.dumps({"folder": "generated", "files": {name: True}}))
+    (staging / swap._LIST).write_text(json.dumps({name: True}))
     swap.recover(out)
     assert precious.read_text() == "mine\n"
     assert not staging.exists()
-
-
-def test_a_folder_that_was_just_made_is_not_taken_from_its_builder(tmp_path: Path) -> None:
-    """Between making it and locking it; what was left there long ago is cleared."""
-    left = tmp_path / ".optgen-made-12345678"
-    (left / "new").mkdir(parents=True)
-    swap.recover(tmp_path / "made")
-    assert (left / "new").is_dir()
-    os.utime(left, (0, 0))
-    swap.recover(tmp_path / "made")
-    assert not left.exists()
 
 
 def test_putting_back_that_is_cut_short_is_done_again(project: Path) -> None:
@@ -393,23 +384,41 @@ def test_putting_back_that_is_cut_short_is_done_again(project: Path) -> None:
     (project / "specs/first.py").write_text(rule("first", "5e-3"))
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", _KILLED, "4"], env=path, check=False).returncode == 9
-    (staging,) = project.glob(".optgen-*")
     out = project / "generated"
-    fresh = swap._listed(staging, out)
-    assert fresh
-    swap._put_back(staging, out, fresh)  # killed before the folder was cleared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before the folder was cleared
+        swap.recover(out)
+    assert swap.staging_folder(out).is_dir()
     swap.recover(out)
     assert content(out) == before
     assert not list(project.glob(".optgen-*"))
 
 
-def test_the_folder_of_a_build_that_is_under_way_is_left_alone(project: Path) -> None:
+def test_a_build_waits_for_another_that_moves_files(project: Path) -> None:
     run()
-    with swap._room(project / "generated") as staging:
-        (staging / "old").mkdir()
-        run()
-        assert (staging / "old").is_dir()
-    assert not list(project.glob(".optgen-*"))
+    staging = swap.staging_folder(project / "generated")
+    staging.mkdir()
+    other = threading.Thread(target=swap.recover, args=(project / "generated",))
+    with swap._locked(project / "generated") as alone:
+        assert alone
+        other.start()
+        other.join(0.2)
+        assert staging.is_dir()
+    other.join(20)
+    assert not staging.exists()
+
+
+def test_without_locks_a_young_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    out = tmp_path / "made"
+    out.mkdir()
+    staging = swap.staging_folder(out)
+    staging.mkdir()
+    swap.recover(out)
+    assert staging.is_dir()
+    os.utime(staging, (0, 0))
+    swap.recover(out)
+    assert not staging.exists()
 
 
 def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
