@@ -32,11 +32,11 @@ def __getattr__(name: str) -> object:
 
         return StableEmbedding
     if name == "keep_states_fp32":
-        from optgen.runtime.marks import keep_states_fp32
+        from optgen.runtime.records.marks import keep_states_fp32
 
         return keep_states_fp32
     if name == "attention_heads":
-        from optgen.runtime.blocks import attention_heads
+        from optgen.runtime.options.blocks import attention_heads
 
         return attention_heads
     if name in ("load_checkpoint", "save_checkpoint"):

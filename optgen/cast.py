@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from optgen.runtime import low_bits as bits
-from optgen.runtime import sharding, state
+from optgen.runtime.layout import sharding
+from optgen.runtime.states import low_bits as bits
+from optgen.runtime.states import state
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *, low_bits: bool = True) -> nn.Module:

@@ -31,8 +31,8 @@ from optgen.ir.program import Schedule, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
-from optgen.runtime import native
-from optgen.runtime.eager import Blocks, rows_and_columns
+from optgen.runtime.cpu import native
+from optgen.runtime.reference.eager import Blocks, rows_and_columns
 from tests import inlined
 
 
@@ -73,7 +73,7 @@ def only(s: Schedule | Step) -> Schedule:
 def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
     """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
     names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
-    text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
+    text = f"import torch\nfrom optgen.runtime.reference.eager import {names}\n"
     lines = [*reference.tables([s]), *inlined.step_function(s, "f")]
     rendered = wrapper.render(
         "triton.py.j2",
@@ -83,7 +83,7 @@ def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
         tiles={"f": 256},
         registers={},
     )
-    head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
+    head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
     scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
     scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
     return text + "\n".join(lines) + "\n", rendered, head + "\n".join(scalars) + "\n"

@@ -35,8 +35,13 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Matrix, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
-from optgen.runtime import join, launch, layout, native, records, stored, sums
-from optgen.runtime.keys import step_key, stream_key
+from optgen.runtime import records
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import layout
+from optgen.runtime.records import join, sums
+from optgen.runtime.records.keys import step_key, stream_key
+from optgen.runtime.reference import stored
+from optgen.runtime.step import launch
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
@@ -249,7 +254,7 @@ def build(cell: Cell) -> Built:
     size = (cell.param, cell.small, cell.vector)
     variant = next(v for v in every if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
     rule, codecs = rule_module(spec), codec_module(plan)
-    head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
+    head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
     found = eager_text.rule_step(spec, flags)
     text = head + "\n".join(host.scalars_function(host_program(found), unpack_of(spec), "scalars_of_step"))
     made = _module(f"<{cell}>", text)
@@ -277,7 +282,7 @@ def codec_module(plan: Plan) -> Any:
     return _module(f"<{plan.name}>", eager_text.codec_text(plan))
 
 
-RUN_BY = ("optgen.runtime.layout", "optgen.runtime.sums", "optgen.runtime.keys")
+RUN_BY = ("optgen.runtime.layout.layout", "optgen.runtime.records.sums", "optgen.runtime.records.keys")
 """What `Run` and `harness.Pair` take from the runtime beside what printed texts import and `native`."""
 
 

@@ -39,7 +39,9 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, mean, state
 from optgen.lang import optimizer as rule
 from optgen.ops import dtypes
-from optgen.runtime import checkpoint, files, optimizer, sharding
+from optgen.runtime import files, optimizer
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import sharding
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of

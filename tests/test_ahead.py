@@ -9,7 +9,7 @@ import torch
 
 from optgen.driver import ahead
 from optgen.driver.build import Request, build
-from optgen.runtime import cpu, native
+from optgen.runtime.cpu import cpu, native
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 

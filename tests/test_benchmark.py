@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from optgen.runtime import launch, native
+from optgen.runtime.cpu import native
+from optgen.runtime.step import launch
 from tools import bench_cpu, bench_memory, benchmark, cpu_kernel, gpu_check
 from tools.benchmark import BASE, COPY, FLAGSHIP, FP32, Contender, Lane, Target
 

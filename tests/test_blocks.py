@@ -21,8 +21,9 @@ from optgen.lang.spec import Spec
 from optgen.lang.spec import start as first
 from optgen.ops import dtypes
 from optgen.optim import AdamMini, AdamW
-from optgen.runtime import Optimizer, sharding
-from optgen.runtime.blocks import attention_heads
+from optgen.runtime import Optimizer
+from optgen.runtime.layout import sharding
+from optgen.runtime.options.blocks import attention_heads
 from optgen.verify.differential import Values, enclose
 from optgen.verify.intervals import Interval
 from tests.harness import plan_of, same_bits, spec_of

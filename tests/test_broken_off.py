@@ -21,7 +21,13 @@ from triton.runtime import interpreter
 
 import optgen.optim as optim
 from optgen import cast_model
-from optgen.runtime import Optimizer, control, cpu, launch, offload, optimizer, weights
+from optgen.runtime import Optimizer, optimizer
+from optgen.runtime.checkpoint import weights
+from optgen.runtime.cpu import cpu
+from optgen.runtime.gpu import compiled
+from optgen.runtime.modes import offload
+from optgen.runtime.step import launch
+from optgen.runtime.work import counting
 from tests.test_offload import moved
 from tests.test_replay_triton import everything, params_of
 
@@ -48,7 +54,7 @@ class Broken(Exception):
 
 
 LAUNCHES: Mapping[str, tuple[Any, str]] = {
-    "reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (control, "start"),
+    "reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (compiled, "start"),
 }  # fmt: skip
 
 
@@ -191,7 +197,7 @@ def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pyte
         give(opt, step)
         opt.step()
     with monkeypatch.context() as patch:
-        patch.setattr(control, "capturing", lambda: True)
+        patch.setattr(counting, "capturing", lambda: True)
         failing(patch, "triton", 1)
         with pytest.raises(Broken) as caught:
             opt.step()
@@ -239,7 +245,7 @@ def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.M
             raise Broken("no registers left")
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
-    monkeypatch.setattr(control, "_loaded", {})
+    monkeypatch.setattr(compiled, "_loaded", {})
     opt = made("triton", capturable=capturable)
     give(opt, 0)
     before = [p.detach().clone() for p in params_of(opt)]
@@ -278,8 +284,8 @@ def test_a_kernel_that_spills_gets_more_registers(
     monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
     monkeypatch.setattr(launch, "_limits", lambda *_: {} if planned is None else {"maxnreg": planned})
-    monkeypatch.setattr(control, "_loaded", {})
-    monkeypatch.setattr(control, "_roomier", {})
+    monkeypatch.setattr(compiled, "_loaded", {})
+    monkeypatch.setattr(compiled, "_roomier", {})
     opt = made("triton", capturable=capturable)
     for step in range(2):
         give(opt, step)
@@ -307,8 +313,8 @@ def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: 
     monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
     monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
-    monkeypatch.setattr(control, "_loaded", {})
-    monkeypatch.setattr(control, "_roomier", {})
+    monkeypatch.setattr(compiled, "_loaded", {})
+    monkeypatch.setattr(compiled, "_roomier", {})
     lr = torch.tensor(0.1) if case == "a tensor" else 0.1
     p = nn.Parameter(torch.ones(3, 5))
     opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
@@ -330,22 +336,22 @@ def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
         tried.append(options.get("maxnreg"))
         return options.get("maxnreg", 255)
 
-    assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
+    assert compiled.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
     assert tried == [208, 224, 240, None]
-    assert control.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
-    assert control.without_spills({"maxnreg": 64}, lambda options: 0, 1) == {"maxnreg": 64}
+    assert compiled.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
+    assert compiled.without_spills({"maxnreg": 64}, lambda options: 0, 1) == {"maxnreg": 64}
     # 144 registers for each of 512 threads are more than a processor has: such a program cannot be launched.
     tried.clear()
-    assert control.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 120, 128, None]
+    assert compiled.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 120, 128, None]
     # Many more at a time may be too many: a kernel of LAMB's spills below 208 registers and from 224 on.
     tried.clear()
-    assert control.without_spills({"maxnreg": 120}, lambda o: spills(o) * (o["maxnreg"] not in (208, 216)), 1) == {
+    assert compiled.without_spills({"maxnreg": 120}, lambda o: spills(o) * (o["maxnreg"] not in (208, 216)), 1) == {
         "maxnreg": 208
     }
     assert tried == [120, 128, 144, 160, 176, 192, 208]
     # What a compiler takes by itself is where the search begins, and what is left of a search that finds nothing.
     tried.clear()
-    assert control.without_spills({}, lambda options: spills({"maxnreg": 200} | options), 1) == {}
+    assert compiled.without_spills({}, lambda options: spills({"maxnreg": 200} | options), 1) == {}
     assert tried == [200, 208, 224, 240, 200]
 
 

@@ -785,7 +785,7 @@ def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
     """On disk a constant counts by its `cache_key`, or by its text: two sweeps that differ in anything have two."""
     from dataclasses import fields, replace
 
-    from optgen.runtime.triton_walk import Sweep
+    from optgen.runtime.gpu.walk import Sweep
 
     one = Sweep(9, 3, ((0, None),))
     others = [Sweep(9, 3, ((0, None, "block"),))]

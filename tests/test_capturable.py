@@ -37,8 +37,12 @@ import generated
 import optgen
 from generated import AdamW, Muon
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
-from optgen.runtime import Optimizer, control, fast_path, keys, triton_control
-from optgen.runtime import scalars as host
+from optgen.runtime import Optimizer
+from optgen.runtime.gpu import compiled, controlled
+from optgen.runtime.records import keys
+from optgen.runtime.records import scalars as host
+from optgen.runtime.step import fast_path
+from optgen.runtime.work import counting
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
@@ -112,7 +116,7 @@ def params_of(opt: Optimizer) -> list[nn.Parameter]:
 
 @triton.jit
 def key_of(words, out):
-    tl.store(out, triton_control.step_key(tl.load(words), tl.load(words + 2)))
+    tl.store(out, controlled.step_key(tl.load(words), tl.load(words + 2)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 + 7])
@@ -258,7 +262,7 @@ def test_nothing_is_read_on_the_way(
 ) -> None:
     cls = class_of(name, options["plan"])
     launched: list[object] = []
-    monkeypatch.setattr(control, "start", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(compiled, "start", lambda kernel, *_, **__: launched.append(kernel))
     opt = trained(cls, 0, capturable=True, fused=with_scaler, lr=torch.tensor(1e-3), **options)
     for step in range(3):
         give(params_of(opt), step)
@@ -287,7 +291,7 @@ def skipped_by_a_scaler(opt: Optimizer, count: Tensor) -> None:
 def captured(opt: Optimizer, count: Tensor) -> None:
     """What a graph does between steps of the host: it writes the tensors, and nobody moves their versions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "capturing", lambda: True)
+        patch.setattr(counting, "capturing", lambda: True)
         give(params_of(opt), 50)
         opt.step()
     torch.from_numpy(count.numpy())[()] = 20  # numpy shares the memory, not the version
@@ -313,7 +317,7 @@ def test_counts_that_something_else_has_changed_are_followed(change: Any) -> Non
 
 def test_the_watch_sees_what_a_step_on_the_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(AdamW, 1, plan="fp32", lr=torch.tensor(1e-3))
-    monkeypatch.setattr(control, "start", lambda *_, **__: None)
+    monkeypatch.setattr(compiled, "start", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Reads():
         opt.step()
 
@@ -435,7 +439,7 @@ class Graph:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False
-        monkeypatch.setattr(control, "capturing", lambda: self.on)
+        monkeypatch.setattr(counting, "capturing", lambda: self.on)
 
 
 def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,11 +473,11 @@ def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that stand on the device are not written again, unless a graph was taken up: it runs when it likes."""
-    room = control.Control(2, torch.device("cpu"))
+    room = counting.Control(2, torch.device("cpu"))
     for graphs in (False, True):
-        monkeypatch.setattr(control, "capturing", lambda now=graphs: now)
+        monkeypatch.setattr(counting, "capturing", lambda now=graphs: now)
         room.fill([0.5, 2.0], 3, None)
-        monkeypatch.setattr(control, "capturing", lambda: False)
+        monkeypatch.setattr(counting, "capturing", lambda: False)
         before = room.values.clone(), room.words[1:].clone()
         room.values.fill_(7.0)
         room.words.fill_(7)
@@ -489,7 +493,7 @@ def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch
 
 
 def test_numbers_beyond_fp32_are_infinities_as_on_the_host() -> None:
-    room = control.Control(4, torch.device("cpu"))
+    room = counting.Control(4, torch.device("cpu"))
     numbers = [1e39, -1e300, 3.4028235677973366e38, 1e-50]  # the third rounds up to 2^128
     room.fill(numbers, None, None)
     assert room.values.tolist() == [ctypes.c_float(x).value for x in numbers] == [math.inf, -math.inf, math.inf, 0.0]
@@ -562,13 +566,13 @@ import json
 from tools import kernel_stats as ks
 import triton.language as tl
 from generated.adamw.int8_split24 import triton_kernels as kernels
-from optgen.runtime import control, triton_control
+from optgen.runtime.gpu import compiled, controlled
 fn = kernels.adamw_bfloat16
 names = fn.arg_names
 scalars = names[2 : names.index("step_key")]
 constants = {"GRAD": tl.bfloat16, "TILES": 4, "RAGGED": False, "ALIGNED": True}
-ordered = control._ordered(fn, constants)
-inner = {(triton_control.controlled.arg_names.index("CONSTANTS"), k): x.value for k, x in enumerate(ordered)}
+ordered = compiled._ordered(fn, constants)
+inner = {(controlled.controlled.arg_names.index("CONSTANTS"), k): x.value for k, x in enumerate(ordered)}
 tables = {"table": "*i64", "work": "*i32"}
 limits = kernels.OPTIONS["adamw_bfloat16"]
 plain = ks.compile_for(
@@ -576,7 +580,7 @@ plain = ks.compile_for(
     {**constants, "TILE": kernels.TILE["adamw_bfloat16"]}, ks.TARGETS["sm_90"], aligned=tables, **limits,
 )
 around = ks.compile_for(
-    triton_control.controlled,
+    controlled.controlled,
     {**tables, "values": "*fp32", "words": "*i64", "CONSTANTS": ("constexpr",) * len(ordered)},
     {"kernel": fn, "WHICH": tuple(range(len(scalars))), "KEYED": True, **inner},
     ks.TARGETS["sm_90"], aligned=tables, **limits,
@@ -604,7 +608,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from generated.sgd.fp32 import triton_kernels as kernels
-from optgen.runtime import control
+from optgen.runtime.gpu import compiled
+from optgen.runtime.work import counting
 
 class Device:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -615,12 +620,12 @@ driver.set_active(Device())
 fn = kernels.sgd_float32
 count = fn.arg_names.index("GRAD") - 2 - ("step_key" in fn.arg_names)
 tables = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
-scalars = control.Control(count, torch.device("cpu"))
+scalars = counting.Control(count, torch.device("cpu"))
 found = []
 for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 4), (tl.float32, 8), (tl.float32, 4)):
     constants = {"GRAD": grad, "TILES": tiles, "RAGGED": False, "ALIGNED": True}
     key = 1 if "step_key" in fn.arg_names else None
-    outer, given, told = control._call(fn, tables, scalars, range(count), key, constants)
+    outer, given, told = compiled._call(fn, tables, scalars, range(count), key, constants)
     made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)
     found.append([len(outer.device_caches[0][0]), "bf16" in made.asm["ttir"], len(made.asm["cubin"]) > 0])
 print(json.dumps([triton.__version__, found]))
@@ -758,7 +763,7 @@ def test_a_graph_of_what_ranks_agree_on_is_refused(monkeypatch: pytest.MonkeyPat
         p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Shard(0)]))
         p.grad = torch.ones_like(p)
         opt = generated.LAMB([p], plan="fp32", backend="triton", capturable=True)
-        monkeypatch.setattr(control, "capturing", lambda: True)
+        monkeypatch.setattr(counting, "capturing", lambda: True)
         with pytest.raises(RuntimeError, match="ranks agree on who has gradients"):
             opt.step()
         assert not opt.state

@@ -19,7 +19,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.formats import Codebook, Factored, LogMax, LogMinMax, Plan, codebooks
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.optim import CAME, AdamW
-from optgen.runtime import checkpoint
+from optgen.runtime.checkpoint import checkpoint
 from tools import make_checkpoint_fixture as fixture
 
 FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))

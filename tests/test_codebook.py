@@ -23,7 +23,9 @@ from optgen.ir.node import Node
 from optgen.lang import hyper, maximum, nonneg, optimizer, state, values
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
-from optgen.runtime import control, native, workspace
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import workspace
+from optgen.runtime.work import counting
 from optgen.verify.bounds import one_step_bound
 from optgen.verify.lint import Recurrence, lint
 from specs import plans
@@ -360,7 +362,7 @@ def test_long_tables_are_read_from_memory(
                 else:
                     p.grad.copy_(g)
             with monkeypatch.context() as patch:
-                patch.setattr(control, "capturing", lambda now=step == 3 and opt is optimizers[1][1]: now)
+                patch.setattr(counting, "capturing", lambda now=step == 3 and opt is optimizers[1][1]: now)
                 opt.step()
     (params, opt), (others, other) = optimizers
     for p, q in zip(params, others, strict=True):

@@ -22,7 +22,7 @@ from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import CAME, SGD, AdamW
-from optgen.runtime import reader
+from optgen.runtime.checkpoint import reader
 
 SHAPES = {"w": (70, 64), "b": (7,)}
 

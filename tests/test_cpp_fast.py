@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from optgen.formats import Float
-from optgen.runtime import native
-from optgen.runtime.keys import step_key
+from optgen.runtime.cpu import native
+from optgen.runtime.records.keys import step_key
 from optgen.verify.intervals import FAST
 from tests import harness, product
 from tests.product import Cell

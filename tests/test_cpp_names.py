@@ -17,7 +17,7 @@ from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state,
 from optgen.lang.values import bits, block_max, cast
 from optgen.ops import dtypes
 from optgen.ops.dtypes import i16
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from tests import harness, product
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")

@@ -10,7 +10,7 @@ import torch
 
 from optgen.backends import cpp
 from optgen.ops.prims import PRIMS, REDUCTIONS
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from tests import harness
 
 HEADERS = sorted(native.HEADERS.glob("simd_*.h"))

@@ -30,7 +30,7 @@ from optgen.lang import (
     rsqrt,
     state,
 )  # fmt: skip
-from optgen.runtime import cpu, cpu_stages, native
+from optgen.runtime.cpu import cpu, cpu_stages, native
 from optgen.verify.intervals import FAST
 from specs import plans
 from tests import product
@@ -238,7 +238,7 @@ def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def plan_module(opt: Any, part: Any) -> Any:
-    from optgen.runtime import plans as loaded
+    from optgen.runtime.layout import plans as loaded
 
     return loaded.load(type(opt), "int8_split24")
 
@@ -266,6 +266,6 @@ def test_dense_copies_are_made_only_where_tiles_cannot_be_summed() -> None:
 
 
 def pair_of(name: str, plan: str) -> Any:
-    from optgen.runtime import plans as loaded
+    from optgen.runtime.layout import plans as loaded
 
     return loaded.load(optgen.compile(name, plan, maths="strict"), plan)

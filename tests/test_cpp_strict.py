@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from tests import harness
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")

@@ -26,7 +26,11 @@ import generated
 import optgen
 from optgen.driver import targets
 from optgen.ops import dtypes
-from optgen.runtime import checkpoint, eager, launch, layout, sums
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import layout
+from optgen.runtime.records import sums
+from optgen.runtime.reference import eager
+from optgen.runtime.step import launch
 from optgen.verify.differential import Values, compare, enclose, oracle, reading
 from optgen.verify.intervals import FAST
 from tests import product

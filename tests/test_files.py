@@ -27,8 +27,10 @@ from torch import nn
 
 from optgen import cast_model, load_checkpoint, save_checkpoint
 from optgen.optim import AdamW, Lion
-from optgen.runtime import checkpoint, files, low_bits
+from optgen.runtime import files
+from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.files import CheckpointError
+from optgen.runtime.states import low_bits
 
 KINDS = ["run.pt", "run.safetensors"]
 

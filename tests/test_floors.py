@@ -47,6 +47,25 @@ ROOMS: dict[str, set[str]] = {
     "_generated": set(),
 }
 
+# room of the runtime, or module of its top floor -> the rooms of the runtime that it may import, beside itself
+RUNTIME: dict[str, set[str]] = {
+    "records": set(),
+    "stale": set(),
+    "reference": {"records"},
+    "layout": {"records", "reference"},
+    "states": {"records", "layout"},
+    "options": {"records", "layout"},
+    "work": {"records", "reference", "layout", "states"},
+    "gpu": {"records", "layout", "work"},
+    "cpu": {"records", "layout", "work"},
+    "step": {"records", "layout", "states", "options", "work", "gpu", "cpu"},
+    "checkpoint": {"records", "layout", "states", "options"},
+    "modes": {"records", "layout", "states", "options", "work", "step", "checkpoint", "optimizer"},
+    "optimizer": {"records", "layout", "states", "options", "work", "cpu", "step", "checkpoint", "modes"},
+    "files": {"records", "layout", "states", "options", "checkpoint", "optimizer"},
+    "__init__": {"records", "states", "optimizer"},
+}
+
 # room -> what it may import from outside the standard library
 OUTSIDE: dict[str, set[str]] = {
     "base": set(),
@@ -147,6 +166,32 @@ def test_room(room: str) -> None:
             if package is not None and package not in OUTSIDE[room]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import {package}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", sorted(RUNTIME))
+def test_room_of_the_runtime(room: str) -> None:
+    wrong = []
+    for path in files(f"optgen/runtime/{room}"):
+        for line, name in imports(path):
+            parts = [*name.split("."), ""]
+            if parts[:2] == ["optgen", "runtime"] and parts[2] in RUNTIME.keys() - RUNTIME[room] - {room}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import optgen.runtime.{parts[2]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_the_runtime_are_small_and_one_way() -> None:
+    folder = ROOT / "optgen" / "runtime"
+    assert {path.name for path in folder.iterdir() if path.is_dir() and list(path.glob("*.py"))} | {
+        path.stem for path in folder.glob("*.py")
+    } == set(RUNTIME)
+    sizes = {room.name: len(list(room.glob("*.py"))) for room in folder.iterdir() if room.is_dir()}
+    assert max(sizes.values()) <= 12, sizes
+    # A release or an offloaded chunk makes optimizers of its own: the one arrow up that is left.
+    below = {room: needs - ({"optimizer"} if room == "modes" else set()) for room, needs in RUNTIME.items()}
+    done: set[str] = set()
+    while ready := {room for room, needs in below.items() if room not in done and needs <= done}:
+        done |= ready
+    assert done == set(below), f"a circle among {sorted(set(below) - done)}"
 
 
 def _imported(path: Path) -> set[Path]:

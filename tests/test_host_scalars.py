@@ -18,7 +18,8 @@ from optgen.lang import Spec, clip, equal, exp, floor, hyper, maximum, optimizer
 from optgen.lang.values import Value, _op
 from optgen.ops import dtypes
 from optgen.ops.prims import ON_HOST, PRIMS
-from optgen.runtime import plans, scalars
+from optgen.runtime.layout import plans
+from optgen.runtime.records import scalars
 
 
 @pytest.mark.parametrize(

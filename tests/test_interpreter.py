@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optgen.runtime.keys import step_key
+from optgen.runtime.records.keys import step_key
 from tests import harness, interpreter, product
 from tests.product import Cell, Run
 

@@ -22,7 +22,8 @@ import optgen
 from optgen.driver import load, targets
 from optgen.lang import Spec, cbrt, clip, maximum, minimum, sign, sqrt, where
 from optgen.lang.reductions import amax, col_max, col_mean, dot, mean, norm, rms, row_max, row_sum
-from optgen.runtime import layout, sums
+from optgen.runtime.layout import layout
+from optgen.runtime.records import sums
 from optgen.verify.differential import Trial, Values, compare, enclose, oracle
 from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, FAST, STRICT, Interval, Truth
 from tests import product

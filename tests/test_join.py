@@ -20,9 +20,9 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
-from optgen.runtime import join, records
-from optgen.runtime.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
-from optgen.runtime.records import Field, Variant
+from optgen.runtime import records
+from optgen.runtime.records import Field, Variant, join
+from optgen.runtime.records.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
 
 ROOT = Path(__file__).parents[1]
 SPECS, PLANS = sorted(load.entries(ROOT)), load.plans(ROOT)

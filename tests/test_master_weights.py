@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optgen import cast_model
 from optgen.optim import AdamW, ScheduleFreeAdamW
-from optgen.runtime import low_bits, state, weights
+from optgen.runtime.checkpoint import weights
+from optgen.runtime.states import low_bits, state
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -298,7 +299,7 @@ def test_states_that_start_as_the_weight_start_as_the_full_one() -> None:
 
 
 def _variant(opt: Any, p: Tensor) -> Any:
-    from optgen.runtime import checkpoint
+    from optgen.runtime.checkpoint import checkpoint
 
     return checkpoint.select(type(opt), opt.param_groups[0], p)[2]
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from optgen.runtime import Optimizer, plans
+from optgen.runtime import Optimizer
+from optgen.runtime.layout import plans
 from optgen.verify import bounds
 from specs.plans import int8_split24
 

@@ -32,11 +32,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant, arena, cpu, fast_path, launch, native, plans
-from optgen.runtime.arena import Arena
-from optgen.runtime.bucket import Bucket
-from optgen.runtime.join import Pair, Reference
-from optgen.runtime.warn import tell
+from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant
+from optgen.runtime.cpu import cpu, native
+from optgen.runtime.layout import plans
+from optgen.runtime.records import arena
+from optgen.runtime.records.arena import Arena
+from optgen.runtime.records.join import Pair, Reference
+from optgen.runtime.records.warn import tell
+from optgen.runtime.step import fast_path, launch
+from optgen.runtime.work.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -793,8 +797,8 @@ def start(text: str, **environment: str) -> subprocess.Popen[str]:
 
 LOAD = """
 import sys, torch
-from optgen.runtime import cpu, native
-from optgen.runtime.join import Pair
+from optgen.runtime.cpu import cpu, native
+from optgen.runtime.records.join import Pair
 kernels = type(sys)("tiny")
 kernels.kernels_cpp = open(KERNELS).read()
 (made,) = native.load([cpu.job(Pair("tiny", (), kernels=kernels), "momentum", torch.float32)])
@@ -833,12 +837,13 @@ def test_one_openmp_runtime_and_forks(shared: Path) -> None:
     """Two threads in torch's own runtime; a forked process makes its steps with one, and is not stuck."""
     text = """
 import test_native, torch
-from optgen.runtime import native, plans
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import plans
 torch.set_num_threads(2)
 plans.provider = lambda cls, name: test_native.TINY[name]
 assert len(native.mapped_openmp()) == 1, native.mapped_openmp()
 import os
-from optgen.runtime import cpu
+from optgen.runtime.cpu import cpu
 params = test_native.parameters(shapes=[(70000,), (70000,)])
 opt = test_native.Momentum(params, backend="cpp")
 for step in range(3):

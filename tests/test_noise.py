@@ -19,10 +19,10 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, lookahead, optimizer, state
 from optgen.lang.spec import Spec
 from optgen.lower.noise import deal, word
-from optgen.runtime import keys
-from optgen.runtime.eager import Blocks, rotl
-from optgen.runtime.keys import WINDOW, places, step_key, stream_key
-from optgen.runtime.release import Sums
+from optgen.runtime.modes.release import Sums
+from optgen.runtime.records import keys
+from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
+from optgen.runtime.reference.eager import Blocks, rotl
 from tests import harness
 from tests.inlined import INLINED as SPELL
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import optgen.optim as optim
-from optgen.runtime import Optimizer, offload, state
+from optgen.runtime import Optimizer
+from optgen.runtime.modes import offload
+from optgen.runtime.states import state
 from tests.harness import same_bits
 from tests.test_release import Net, net, pair, same, train
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 import optgen
 from optgen.accumulate import accumulator
 from optgen.optim import AdamW
-from optgen.runtime import Optimizer, marks, plans
+from optgen.runtime import Optimizer
+from optgen.runtime.layout import plans
+from optgen.runtime.records import marks
 from tests.harness import same_bits
 from tests.test_offload import moved
 

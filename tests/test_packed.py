@@ -12,8 +12,8 @@ import optgen
 from optgen.formats import Blocked, LogMax, LogMinMax, Plan, narrow
 from optgen.ops import dtypes
 from optgen.optim import AdamW
-from optgen.runtime import native
-from optgen.runtime.eager import Blocks
+from optgen.runtime.cpu import native
+from optgen.runtime.reference.eager import Blocks
 from specs import plans
 from tests.harness import same_bits
 from tests.test_cpp_stages import compare, train

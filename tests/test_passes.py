@@ -73,7 +73,7 @@ def test_every_pass_has_a_case() -> None:
 def test_names_that_kernels_import_are_no_names_of_values() -> None:
     """A let called like one of them would hide it, and so would a hyper-parameter."""
     imported: set[str] = set()
-    line = re.compile(r"^from optgen\.runtime\.triton_prelude import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
+    line = re.compile(r"^from optgen\.runtime\.gpu\.prelude import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
     for file in (Path(__file__).parents[1] / "generated").glob("*/*/triton_kernels.py"):
         found = line.search(file.read_text(encoding="utf-8"))
         assert found, file

@@ -1,4 +1,4 @@
-"""The assembly of optgen.runtime.triton_prelude against its twins, read as NVIDIA's and AMD's manuals define it.
+"""The assembly of optgen.runtime.gpu.prelude against its twins, read as NVIDIA's and AMD's manuals define it.
 
 The interpreter runs the twins and no machine is at hand, so the permutations are carried out here, on words as a lane
 holds them: element i of a word is its i-th byte or half.
@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from optgen.runtime import triton_prelude
+from optgen.runtime.gpu import prelude
 
 WORD = 0xFFFFFFFF
 
@@ -64,7 +64,7 @@ def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
 
 def _assembly(helper: str) -> str:
     """The string that `helper` gives to inline_asm_elementwise."""
-    source = inspect.getsource(getattr(triton_prelude, helper).fn)
+    source = inspect.getsource(getattr(prelude, helper).fn)
     found = re.search(r'inline_asm_elementwise\(\s*("""|")(.*?)\1', source, re.DOTALL)
     assert found is not None
     return found[2]
@@ -97,7 +97,7 @@ def test_a_half_and_a_byte_are_joined(low: int) -> None:
 @pytest.mark.parametrize("k", range(4))
 def test_bytes_of_four_words_are_gathered(k: int) -> None:
     words = _words(4)
-    (got,) = _run(triton_prelude.gather.fn(k), 1, words)
+    (got,) = _run(prelude.gather.fn(k), 1, words)
     assert _split(got, 8) == [x >> 8 * k & 0xFF for x in words]
 
 
@@ -105,7 +105,7 @@ def test_bytes_of_four_words_are_gathered(k: int) -> None:
 def test_bytes_of_two_words_come_beside_zeros(k: int) -> None:
     """On AMD, as two halves, whose lower bytes are then stored."""
     for words in (_words(2), [0xFFFFFFFF, 0], [0, 0xFFFFFFFF], [0x03020100, 0x83828180]):
-        pick = triton_prelude.between.fn(k)
+        pick = prelude.between.fn(k)
         (got,) = _run(_assembly("byte"), 1, [*words, pick, pick])
         assert _split(got, 16) == [x >> 8 * k & 0xFF for x in words]
 
@@ -118,7 +118,7 @@ def test_bytes_become_integers(word: int) -> None:
 @pytest.mark.parametrize("k", [4, 12, 20])
 def test_bits_between_bytes_are_gathered(k: int) -> None:
     for words in (_words(4), [0xFFFFFFFF, 0, 0xFF << k, ~(0xFF << k) & WORD]):
-        (got,) = _run(triton_prelude.halves.fn(k), 1, words)
+        (got,) = _run(prelude.halves.fn(k), 1, words)
         assert _split(got, 8) == [x >> k & 0xFF for x in words]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.lang import sign as sign_of
-from optgen.runtime.keys import step_key
+from optgen.runtime.records.keys import step_key
 from optgen.verify.intervals import FAST, STRICT
 from tests import harness, product
 from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Cell, Run, settings_of

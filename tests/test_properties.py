@@ -28,9 +28,9 @@ from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
 from optgen.formats.plan import field_names
 from optgen.ops.dtypes import DType
-from optgen.runtime import layout
-from optgen.runtime.eager import Blocks
-from optgen.runtime.keys import step_key
+from optgen.runtime.layout import layout
+from optgen.runtime.records.keys import step_key
+from optgen.runtime.reference.eager import Blocks
 from optgen.verify import bounds
 from optgen.verify.intervals import FAST
 from tests import harness, product

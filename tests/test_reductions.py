@@ -27,7 +27,7 @@ from optgen.lang import (
     where,
 )
 from optgen.ops import dtypes
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from tests.harness import plan_of
 from tests.oracles import REDUCING, WHOLE
 from tests.product import Cell, Run, allowed_distance, at_shape, build, spec_of

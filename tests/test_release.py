@@ -19,7 +19,8 @@ import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, scalar, state
-from optgen.runtime import Optimizer, plans, sharding
+from optgen.runtime import Optimizer
+from optgen.runtime.layout import plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from generated import AdamW, LAMB
-from optgen.runtime import fast_path, sharding
+from optgen.runtime.layout import sharding
+from optgen.runtime.step import fast_path
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = init_device_mesh("cpu", (2,))

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from generated import LAMB, AdamW
-from optgen.runtime import Optimizer, control, fast_path, launch
+from optgen.runtime import Optimizer
+from optgen.runtime.gpu import compiled
+from optgen.runtime.step import fast_path, launch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow"),
@@ -232,8 +234,8 @@ def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket each of two groups, launched as often the short way."""
     opt = trained(AdamW)
     count: list[int] = []
-    start = control.start
-    monkeypatch.setattr(control, "start", lambda *args, **more: count.append(1) or start(*args, **more))
+    start = compiled.start
+    monkeypatch.setattr(compiled, "start", lambda *args, **more: count.append(1) or start(*args, **more))
     opt.step()
     short = len(count)
     opt._fast_path = fast_path.FastPath()

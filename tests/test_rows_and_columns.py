@@ -23,7 +23,9 @@ from optgen.formats.format import Noise
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
-from optgen.runtime import checkpoint, layout, native
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import layout
 from optgen.verify import bounds, lint
 from optgen.verify.bounds import one_step_bound
 from optgen.verify.certificate import certify

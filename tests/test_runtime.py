@@ -23,8 +23,11 @@ from runtime_standin import AdamW, int8
 from runtime_standin.int8 import reference
 from torch import Tensor, nn
 
-from optgen.runtime import Hyper, Variant, keys, layout, overrides, plans
-from optgen.runtime.join import Pair
+from optgen.runtime import Hyper, Variant
+from optgen.runtime.layout import layout, plans
+from optgen.runtime.options import overrides
+from optgen.runtime.records import keys
+from optgen.runtime.records.join import Pair
 
 ROOT = Path(__file__).resolve().parent.parent
 INT8 = plans.load(AdamW, "int8")
@@ -1230,7 +1233,7 @@ def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself()
         "bad = {m for m in new - {'optgen'} if not m.startswith('optgen.runtime')}\n"
         "assert not bad, bad\nprint(len(new))\n"
     )
-    files = len(list((Path(__file__).parents[1] / "optgen" / "runtime").glob("*.py")))
+    files = len(list((Path(__file__).parents[1] / "optgen" / "runtime").rglob("*.py")))
     assert int(_python(script, {})) <= 1 + files
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from optgen.driver.compile import compile as compiled
-from optgen.runtime import sharding
+from optgen.runtime.layout import sharding
 from tests import ranks
 from tools import scaling
 

@@ -22,7 +22,7 @@ from optgen.lang.values import Num, cast, clip, exp2, log2, rint
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from specs import plans
 from tests import harness
 

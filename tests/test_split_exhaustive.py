@@ -21,7 +21,7 @@ from optgen.ir.program import Buffer, Program, Store
 from optgen.lang.values import Value, bitcast, cast, equal, lift, lshr, where
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType, bf16, f16
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from optgen.verify.bounds import master_bound
 
 CHUNK = 1 << 17  # fits the cache

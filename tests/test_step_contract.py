@@ -20,7 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import generated
 import optgen
 from generated import CAME, LAMB, AdamW, Muon, ScheduleFreeAdamW
-from optgen.runtime import Optimizer, files, state
+from optgen.runtime import Optimizer, files
+from optgen.runtime.states import state
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from optgen.runtime import keys
+from optgen.runtime.records import keys
 
 pytest.importorskip("torchao")
 

@@ -17,7 +17,7 @@ from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
-from optgen.runtime import launch
+from optgen.runtime.step import launch
 from specs import plans
 from specs.came import came
 from specs.sm3 import sm3

@@ -45,7 +45,8 @@ from optgen.lang import (
     tensor_state,
     total,
 )
-from optgen.runtime import launch, stages
+from optgen.runtime.gpu import stages
+from optgen.runtime.step import launch
 from specs import plans
 from specs.came import came
 from specs.lamb import lamb

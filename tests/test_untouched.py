@@ -29,7 +29,7 @@ from optgen.lang import (
 )
 from optgen.lower import lower, untouched
 from optgen.ops import dtypes
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from optgen.verify import lint
 from optgen.verify.differential import Trial, Values, enclose
 from optgen.verify.intervals import STRICT

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from optgen.driver import emit, targets
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 from tests import product
 from tests.product import PARAMS, Cell, plan_of, spec_of
 
@@ -89,19 +89,20 @@ def test_the_key_of_a_cell_says_what_its_result_depends_on(tool: ModuleType, mon
     tool.key_of(cell)
     tool.key_of(Cell("lamb", "bf16"))
     one, several = reached
-    assert {"specs.lion", "optgen.runtime.eager", "optgen.runtime.triton_prelude", "optgen.runtime.native"} <= one
+    runtime = {"optgen.runtime.reference.eager", "optgen.runtime.gpu.prelude", "optgen.runtime.cpu.native"}
+    assert {"specs.lion", *runtime} <= one
     assert "optgen.verify.differential" in one and "optgen.runtime.optimizer" in several - one
 
 
 def test_what_is_reached_is_what_is_imported(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through any number of files, and the C++ headers behind the module that reads them."""
     kept = tool.kept
-    files = {"a": "from optgen import b", "b": "import optgen.runtime.native", "c": "", "runtime/native": ""}
+    files = {"a": "from optgen import b", "b": "import optgen.runtime.cpu.native", "c": "", "runtime/cpu/native": ""}
     for name, text in files.items():
         (tmp_path / "optgen" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "optgen" / f"{name}.py").write_text(text)
-    (tmp_path / "optgen" / "runtime" / "cpp").mkdir()
-    header = tmp_path / "optgen" / "runtime" / "cpp" / "optgen.h"
+    (tmp_path / "optgen" / "runtime" / "cpu" / "cpp").mkdir()
+    header = tmp_path / "optgen" / "runtime" / "cpu" / "cpp" / "optgen.h"
     header.write_text("")
     monkeypatch.setattr(kept, "ROOT", tmp_path)
 
@@ -114,7 +115,7 @@ def test_what_is_reached_is_what_is_imported(tool: ModuleType, tmp_path: Path, m
     (tmp_path / "optgen" / "c.py").write_text("changed = True")
     assert reached() == before
     seen = {before}
-    for path in (header, tmp_path / "optgen" / "b.py", tmp_path / "optgen" / "runtime" / "native.py"):
+    for path in (header, tmp_path / "optgen" / "b.py", tmp_path / "optgen" / "runtime" / "cpu" / "native.py"):
         path.write_text(path.read_text() + "\n")
         seen.add(reached())
     assert len(seen) == 4
@@ -125,7 +126,7 @@ def test_what_is_reached_is_what_is_imported(tool: ModuleType, tmp_path: Path, m
 
 KERNELS = """
 import triton, triton.language as tl
-from optgen.runtime.triton_prelude import get, put
+from optgen.runtime.gpu.prelude import get, put
 @triton.jit
 def {rule}_tile({old}, at, {step}, MASKED: tl.constexpr):
     # {rule}

@@ -68,7 +68,7 @@ def llama_8b(width: int = 4096, layers: int = 32, hidden: int = 14336, keys: int
 
 def machine(device: str) -> dict[str, Any]:
     """Describe the machine as far as a reader of the figures has to know it, without anything that names it."""
-    from optgen.runtime import native
+    from optgen.runtime.cpu import native
 
     compiler = native.compiler()
     packages = ("triton", "deepspeed", "torchao", "bitsandbytes", "flashoptim")

@@ -34,7 +34,8 @@ import rich.table  # noqa: E402
 import torch  # noqa: E402
 
 import optgen.optim  # noqa: E402
-from optgen.runtime import cpu, native, workspace  # noqa: E402
+from optgen.runtime.cpu import cpu, native  # noqa: E402
+from optgen.runtime.layout import workspace  # noqa: E402
 
 SIZES = (98304, 29999104)
 CALL = 20e-3  # seconds at least that are timed at a time

@@ -38,7 +38,7 @@ sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 import torch  # noqa: E402
 
-from optgen.runtime import launch  # noqa: E402
+from optgen.runtime.step import launch  # noqa: E402
 from tools import benchmark  # noqa: E402
 from tools.benchmark import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_WRITTEN_IN = {"optgen.runtime.native": "optgen/runtime/cpp"}
+_WRITTEN_IN = {"optgen.runtime.cpu.native": "optgen/runtime/cpu/cpp"}
 """Modules that read files of a folder: the headers of C++ kernels."""
 
 

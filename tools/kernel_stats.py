@@ -425,7 +425,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     import triton.language as tl
 
     fn, tile = getattr(module, function), module.TILE[function]
-    from optgen.runtime import launch
+    from optgen.runtime.step import launch
 
     limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
     constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True, **record(fn)}
@@ -564,7 +564,7 @@ def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:
 
 def staged() -> Iterable[Job]:
     """The kernels of STAGED, built from the specs as they are now, and those of the prelude that sum up."""
-    from optgen.runtime import triton_prelude
+    from optgen.runtime.gpu import prelude
 
     for named in STAGED:
         yield from of_several_sweeps(*named)
@@ -572,7 +572,7 @@ def staged() -> Iterable[Job]:
     aligned = ("table", "work")
     for constants in ({"MAX": False}, {"MAX": True}):
         kind = "largest" if constants["MAX"] else "sum"
-        finish, rows, columns = triton_prelude.finish, triton_prelude.row_partials, triton_prelude.col_partials
+        finish, rows, columns = prelude.finish, prelude.row_partials, prelude.col_partials
         yield Job(f"finish.{kind}", finish, tables, {**constants, "LANES": 256}, 256, 4, aligned)
         of_rows = {**constants, "PANEL": 1024, "LANES": 1024, "ROWS": 4}
         yield Job(f"row_partials.{kind}", rows, tables, of_rows, 4096, 4, aligned)
@@ -583,7 +583,7 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
     """A kernel of a step of several stages as jobs."""
     import triton.language as tl
 
-    from optgen.runtime import launch
+    from optgen.runtime.step import launch
 
     if function in module.TILE:
         yield from jobs_of(name, module, function, grad)
@@ -653,7 +653,7 @@ def kernels() -> Iterable[Job]:
 
 def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
     """A job's kernel within the registers that are planned for it, and as the first step on a device compiles it."""
-    from optgen.runtime import control
+    from optgen.runtime.gpu import compiled
 
     made: list[Compiled] = []
 
@@ -664,7 +664,7 @@ def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
         ))  # fmt: skip
         return made[-1].registers if made[-1].stack and TARGETS[target].backend == "cuda" else 0
 
-    control.without_spills(job.options, spills, job.num_warps)
+    compiled.without_spills(job.options, spills, job.num_warps)
     return made[0], made[-1]
 
 

@@ -29,7 +29,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import generated  # noqa: E402
-from optgen.runtime import cpu, launch, layout, sharding  # noqa: E402
+from optgen.runtime.cpu import cpu  # noqa: E402
+from optgen.runtime.layout import layout, sharding  # noqa: E402
+from optgen.runtime.step import launch  # noqa: E402
 
 RULES = ("AdamW", "Lion", "LAMB", "StableAdamW", "Adafactor", "CAME", "Prodigy", "ClippedAdamW")
 MATRICES_ONLY = ("CAME",)

@@ -31,7 +31,7 @@ APPLIED = ROOT / ".pytest_cache" / "seeded_defect.json"
 
 SEED, PER_ROOM, PER_FILE = 20261125, 8, 4
 STEP = (
-    "bucket control cpu cpu_stages eager keys launch optimizer scalars shared staged stages sums triton_walk weights"
+    "bucket compiled counting cpu cpu_stages eager keys launch optimizer scalars shared staged stages sums walk weights"
 ).split()
 ROOMS = ("passes", "backends", "formats", "lower", "runtime")
 IN_STEP = re.compile("step|run|sort|bucket|prepare|start|update|begin|finish|settle|key|scalar|sum|drive|walk|tile")
@@ -142,7 +142,7 @@ def draw() -> list[dict[str, Any]]:
     """Draw as many defects of each room, each of a function of its own."""
     choice, drawn = random.Random(SEED), []
     for room in ROOMS:
-        files = [p for p in sorted((ROOT / "optgen" / room).glob("*.py")) if room != "runtime" or p.stem in STEP]
+        files = [p for p in sorted((ROOT / "optgen" / room).rglob("*.py")) if room != "runtime" or p.stem in STEP]
         found = [c for p in files for c in candidates(p, room)]
         kinds = sorted({c["kind"] for c in found})  # each as likely: every second change that fits is of a constant
         seen: set[tuple[str, str]] = set()

@@ -54,7 +54,8 @@ import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
 from optgen.driver.targets import Case  # noqa: E402
-from optgen.runtime import control, native  # noqa: E402
+from optgen.runtime.cpu import native  # noqa: E402
+from optgen.runtime.gpu import compiled  # noqa: E402
 from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
@@ -93,7 +94,7 @@ def key_of(cell: Cell) -> str:
     """What the result of a cell depends on: its printed text, the code that runs it, and the code that judges it."""
     texts = [kept.code_of(text) for text in product.printed(cell)]
     roots = {m for text in texts if not kept.is_cpp(text) for m in kept.imported_by(text)}
-    roots |= {f"specs.{cell.spec}", "optgen.verify.differential", "optgen.runtime.native", *product.RUN_BY}
+    roots |= {f"specs.{cell.spec}", "optgen.verify.differential", "optgen.runtime.cpu.native", *product.RUN_BY}
     if product.takes_stages(cell):
         roots.add("optgen.runtime.optimizer")
     files = [(ROOT / "tests" / f"{name}.py").read_bytes() for name in ("product", "harness", "interpreter")]
@@ -195,7 +196,7 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
     spec, plan = turn.pair
     text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan), cases=cases)["triton_kernels.py"]
     prelude = kept.reach(frozenset(kept.imported_by(text)))
-    how = [inspect.getsource(x) for x in (control.without_spills, kernel_stats.compiled_to_fit)]
+    how = [inspect.getsource(x) for x in (compiled.without_spills, kernel_stats.compiled_to_fit)]
     done = kept.CompiledKernels(COMPILED)
     prints: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
@@ -359,7 +360,7 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent, lost: Sequence
         *table(["target", "compiled", "failed", "use stack or share memory", "take more registers than planned"], rows),
         "",
         "Many plans leave a kernel as many registers as it is expected to fit in; where it spills, the first step",
-        "compiles it with more (`control.without_spills`), and so was done here.  Of shared memory the kernels of",
+        "compiles it with more (`compiled.without_spills`), and so was done here.  Of shared memory the kernels of",
         "tiles are asked; those that walk panels, or work between sweeps, share it by design.",
         *([""] + [f"- {s}" for s in spilled] if spilled else []),
     ]

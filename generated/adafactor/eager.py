@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import few_sum, larger, put, quotient, sqrt
+from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
 
 def adafactor(

@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.scalars import power, smaller
+from optgen.runtime.records.scalars import power, smaller
 
 
 def scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):

@@ -4,8 +4,8 @@
 #   rebuild   optgen build adafactor
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import power, smaller
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import power, smaller
 
 
 def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):

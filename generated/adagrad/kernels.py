@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage
-from optgen.runtime.scalars import choose, divide, larger
+from optgen.runtime.records.scalars import choose, divide, larger
 
 
 def scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import put, sqrt
+from optgen.runtime.reference.eager import put, sqrt
 
 
 def adam_mini(

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger
+from optgen.runtime.reference.eager import larger
 
 
 def adamax(stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import choose, few_max, few_sum, sqrt
+from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
 
 def adamp(

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, sqrt
+from optgen.runtime.reference.eager import larger, sqrt
 
 
 def adamw(

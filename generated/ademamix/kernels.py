@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage
-from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
+from optgen.runtime.records.scalars import choose, divide, exp, larger, log, root, smaller
 
 
 def scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):

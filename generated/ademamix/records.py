@@ -4,8 +4,8 @@
 #   rebuild   optgen build ademamix
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, exp, larger, log, root, smaller
 
 
 def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):

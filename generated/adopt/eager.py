@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, smaller, sqrt
+from optgen.runtime.reference.eager import larger, smaller, sqrt
 
 
 def adopt(

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import few_sum, put, quotient, sqrt
+from optgen.runtime.reference.eager import few_sum, put, quotient, sqrt
 
 
 def came(

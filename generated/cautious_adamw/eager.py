@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import choose, sqrt
+from optgen.runtime.reference.eager import choose, sqrt
 
 
 def cautious_adamw(

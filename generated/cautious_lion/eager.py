@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import choose
+from optgen.runtime.reference.eager import choose
 
 
 def cautious_lion(

@@ -4,8 +4,8 @@
 #   rebuild   optgen build clipped_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import divide, larger, root
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, larger, root
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import sqrt
+from optgen.runtime.reference.eager import sqrt
 
 
 def fromage(stored, grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr):

@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import sqrt
+from optgen.runtime.reference.eager import sqrt
 
 
 def lars(stored, grad_scale, lr, weight_decay, trust_coefficient, momentum):

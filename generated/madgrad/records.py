@@ -4,8 +4,8 @@
 #   rebuild   optgen build madgrad
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import choose, root
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, root
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):

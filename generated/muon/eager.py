@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, newton_schulz, sqrt
+from optgen.runtime.reference.eager import larger, newton_schulz, sqrt
 
 
 def muon(

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import few_sum, larger, newton_schulz, put, sqrt
+from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, put, sqrt
 
 
 def normuon(

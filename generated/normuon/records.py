@@ -4,8 +4,8 @@
 #   rebuild   optgen build normuon
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import divide, root
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, root
 
 
 def host_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):

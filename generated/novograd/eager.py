@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import put, sqrt
+from optgen.runtime.reference.eager import put, sqrt
 
 
 def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay):

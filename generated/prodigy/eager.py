@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, put, smaller, sqrt
+from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 def prodigy(

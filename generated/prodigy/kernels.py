@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.scalars import choose, divide, root
+from optgen.runtime.records.scalars import choose, divide, root
 
 
 def scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):

@@ -4,8 +4,8 @@
 #   rebuild   optgen build prodigy
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import choose, divide, root
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, root
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import sqrt
+from optgen.runtime.reference.eager import sqrt
 
 
 def radam(

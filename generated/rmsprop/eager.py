@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, sqrt
+from optgen.runtime.reference.eager import larger, sqrt
 
 
 def rmsprop(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import larger, smaller
+from optgen.runtime.reference.eager import larger, smaller
 
 
 def rprop(stored, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr):

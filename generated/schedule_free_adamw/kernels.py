@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage
-from optgen.runtime.scalars import divide, larger, power, root, smaller
+from optgen.runtime.records.scalars import divide, larger, power, root, smaller
 
 
 def scalars(

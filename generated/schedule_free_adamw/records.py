@@ -4,8 +4,8 @@
 #   rebuild   optgen build schedule_free_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import divide, larger, power, root, smaller
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, larger, power, root, smaller
 
 
 def host_scalars(

@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import choose, few_max, few_sum, sqrt
+from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
 
 def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2):

@@ -4,8 +4,8 @@
 #   rebuild   optgen build sgdp
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import divide
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):

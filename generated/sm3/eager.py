@@ -6,7 +6,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import put, quotient, smaller, sqrt
+from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
 
 
 def sm3(stored, lr, eps, grad_scale):

@@ -6,7 +6,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.scalars import divide
+from optgen.runtime.records.scalars import divide
 
 
 def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -4,8 +4,8 @@
 #   rebuild   optgen build stable_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
-from optgen.runtime.scalars import divide
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -4,7 +4,7 @@
 #   rebuild   optgen build tiger
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import RuleRecord, StateRecord
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 def host_scalars(step, grad_scale, *, lr, beta, weight_decay):

@@ -80,7 +80,7 @@ HOST: dict[str, Spelling] = {
     "or": _function("either"),
     "where": _function("choose"),
 }
-"""Operators of numbers and of 0-dim tensors alike; what only numbers have is a function of runtime/scalars.py."""
+"""Operators of numbers and of 0-dim tensors; what only numbers have is a function of runtime/records/scalars.py."""
 
 
 def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str) -> list[str]:
@@ -144,6 +144,6 @@ HELPERS = (
 
 
 def needs(functions: Iterable[Iterable[str]]) -> list[str]:
-    """Names that these functions' lines want from optgen.runtime.scalars."""
+    """Names that these functions' lines want from optgen.runtime.records.scalars."""
     text = "\n".join(line.partition("#")[0] for lines in functions for line in lines)
     return [name for name in HELPERS if re.search(rf"\b{name}\(", text)]

@@ -354,6 +354,6 @@ HELPERS = (
 
 
 def needs(functions: Iterable[Iterable[str]]) -> list[str]:
-    """Names that these functions' lines want from optgen.runtime.eager."""
+    """Names that these functions' lines want from optgen.runtime.reference.eager."""
     text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
     return [name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", text)]

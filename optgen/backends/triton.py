@@ -363,7 +363,7 @@ def sweep_tile(schedule: Schedule) -> int:
 def registers(schedule: Schedule) -> int | None:
     """Registers per thread that the kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
 
-    Where it spills all the same, the first step compiles it with more (optgen.runtime.control.without_spills).
+    Where it spills all the same, the first step compiles it with more (optgen.runtime.gpu.compiled.without_spills).
     """
     buffers = schedule.program.touched
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
@@ -387,7 +387,7 @@ def registers(schedule: Schedule) -> int | None:
 
 @dataclass(frozen=True)
 class Table:
-    """Where the row of a tensor has what a kernel reads; see optgen.runtime.launch.
+    """Where the row of a tensor has what a kernel reads; see optgen.runtime.step.launch.
 
     width    entries of a row
     columns  buffer -> the entry that is its address
@@ -436,7 +436,7 @@ class Term:
 
     @property
     def kind(self) -> str:
-        """Return the kind of reduction, as the record of a sweep spells it (optgen.runtime.triton_walk)."""
+        """Return the kind of reduction, as the record of a sweep spells it (optgen.runtime.gpu.walk)."""
         if self.factors:
             return "square" if self.factors[0] is self.factors[1] else "product"
         return "max" if self.is_max else "sum"
@@ -608,9 +608,9 @@ def scalars(program: Program) -> list[str]:
 
 
 def kernel(schedule: Schedule, function: str, source: str = "", table: Table | None = None) -> list[str]:
-    """The tile function, and the kernel that walks the tiles of a work item (optgen.runtime.triton_walk).
+    """The tile function, and the kernel that walks the tiles of a work item (optgen.runtime.gpu.walk).
 
-    A sweep that reduces has work items of one segment (see optgen.runtime.sums): lane by lane and tile by tile, and
+    A sweep that reduces has work items of one segment (see optgen.runtime.records.sums): lane by lane and tile by tile,
     the lanes in the end.
     """
     program, size, found = schedule.program, sweep_tile(schedule), terms(schedule)
@@ -654,7 +654,7 @@ def in_tuple(items: Sequence[str]) -> list[str]:
 
 
 def sweep(schedule: Schedule, table: Table, more: Sequence[str] = (), kind: str = "Sweep") -> list[str]:
-    """The record of a sweep, see optgen.runtime.triton_walk, with `more` arguments; `kind`: or "Panels"."""
+    """The record of a sweep, see optgen.runtime.gpu.walk, with `more` arguments; `kind`: or "Panels"."""
     program = schedule.program
     read = {n.attr for n in postorder(program.roots()) if n.op == "key"}
     taken = [f'"{x}"' for x in ("step", "stream") if f"{x}_key" in read]
@@ -721,7 +721,7 @@ def extents(program: Program, table: Table) -> list[str]:
 
 
 def helpers(schedules: list[Schedule]) -> list[str]:
-    """Names to import from optgen.runtime.triton_prelude."""
+    """Names to import from optgen.runtime.gpu.prelude."""
     text = {"get", "put"}
     for s in schedules:
         fast = s.program.maths == "fast"

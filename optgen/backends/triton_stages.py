@@ -10,7 +10,7 @@ triton.py).  Any other comes as two kernels over one tile function:
                   16 storage blocks, or 1024 where nothing is stored in blocks.
     <name>_flat   any tensor.  Blocks lie along dimension 0 against the rest, and may straddle rows and matrices: tiles
                   of blocks gather the values of their rows and columns, and the operands of reductions are stored
-                  densely, for kernels of optgen.runtime.triton_prelude to add up.
+                  densely, for kernels of optgen.runtime.gpu.prelude to add up.
 
 Both leave partial results, of which those kernels make sums.  Between two sweeps stands one kernel for all small work
 of that level: a program takes matrices of one tensor through its rounds.
@@ -53,7 +53,7 @@ from optgen.ops.prims import GATHERS
 
 
 def panel_columns(block: int) -> int:
-    """Columns of a panel; see optgen.runtime.sums."""
+    """Columns of a panel; see optgen.runtime.records.sums."""
     return 1024 if block == 1 else 16 * block
 
 
@@ -74,7 +74,7 @@ def touches_matrices(program: Program) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """The table of a step (see optgen.runtime.launch.stage_rows); behind it come the addresses of dense operands.
+    """The table of a step (see optgen.runtime.step.launch.stage_rows); behind it come the addresses of dense operands.
 
     values    the entries with addresses of what is kept from step to step and of temps
     partials  of what sweeps reduce: the entries with addresses of the partial results
@@ -175,7 +175,7 @@ def _of_level(step: Step, level: int) -> list[tuple[int, Stage]]:
 
 
 def needs(step: Step) -> list[str]:
-    """Names to import from optgen.runtime.triton_prelude."""
+    """Names to import from optgen.runtime.gpu.prelude."""
     names = set(helpers([s.schedule for s in step.stages if not s.call]))
     strict = step.program.maths == "strict"
     for s in step.stages:
@@ -232,7 +232,7 @@ def _is_counted(program: Program) -> bool:
 
 
 def _panels(schedule: Schedule, function: str, frame: Frame, source: str) -> list[str]:
-    """The tile function of a sweep, and the two kernels over it (optgen.runtime.triton_panels)."""
+    """The tile function of a sweep, and the two kernels over it (optgen.runtime.gpu.panels)."""
     program = schedule.program
     part = _part(program)
     more = [f"matrices={frame.matrices}", *([f"part={part}"] if part != 256 else [])]
@@ -303,7 +303,7 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
     if len(level) > 1:
         args.append("ROUND: tl.constexpr = -1")
     out += ["@triton.jit", *wrapped(f"def {function}(", args)]
-    out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.stages."""')
+    out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.gpu.stages."""')
     out.append("    item = work + 3 * tl.program_id(0)")
     out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")
     out.append("    first = tl.load(item + 1).to(tl.int64)")

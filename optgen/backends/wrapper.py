@@ -160,7 +160,7 @@ def _imported(names: Iterable[str], module: str) -> str:
 def _walkers(kernels: Iterable[Sequence[str]]) -> list[str]:
     """The imports of the walkers that Triton kernels call."""
     called = {line.split("(")[0].strip() for lines in kernels for line in lines}
-    known = {"triton_panels": ("Panels", "walk_any", "walk_panels"), "triton_walk": ("Sweep", "walk")}
+    known = {"gpu.panels": ("Panels", "walk_any", "walk_panels"), "gpu.walk": ("Sweep", "walk")}
     return [f"from optgen.runtime.{x} import {', '.join(y)}" for x, y in known.items() if called.intersection(y)]
 
 

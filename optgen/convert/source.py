@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from optgen.base.errors import UserError
 from optgen.convert import packages
-from optgen.runtime import checkpoint, files, low_bits, options
+from optgen.runtime import files
+from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.files import CheckpointError
-from optgen.runtime.misfits import Misfits
+from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
+from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.states import low_bits
 
 Find = Callable[[str], Any]
 """A function from the name of a rule to its optimizer class."""

@@ -22,8 +22,11 @@ from optgen.convert.source import (
     refuse,
     same_memory,
 )
-from optgen.runtime import checkpoint, files, low_bits, options, state
+from optgen.runtime import files
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
+from optgen.runtime.states import low_bits, state
 
 
 def convert(

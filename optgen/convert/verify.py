@@ -15,8 +15,9 @@ from torch import Tensor
 
 from optgen.base.errors import UserError
 from optgen.convert.source import TRAINED, Find, existing, groups_and_states, is_own, is_state_dict, load_torch, rule_of
-from optgen.runtime import checkpoint, files
-from optgen.runtime.content import problem
+from optgen.runtime import files
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint.content import problem
 from optgen.runtime.files import CheckpointError
 from optgen.runtime.records import dtype_name, dtype_of
 

@@ -12,8 +12,9 @@ import torch
 
 from optgen.base.errors import UserError
 from optgen.driver.eager_text import PLANS
-from optgen.runtime import cpu, native, plans
-from optgen.runtime.join import Pair
+from optgen.runtime.cpu import cpu, native
+from optgen.runtime.layout import plans
+from optgen.runtime.records.join import Pair
 
 AT_ONCE = 8  # libraries per call, between two movements of the progress bar
 

@@ -13,7 +13,7 @@ from optgen.convert.source import TORCH
 from optgen.driver import compile as compiling
 from optgen.driver import load
 from optgen.driver.terminal import Missing
-from optgen.runtime import plans
+from optgen.runtime.layout import plans
 
 
 def verify(path: str, spec: str | None = None) -> checking.Checked:

@@ -24,9 +24,9 @@ from optgen.driver import emit, judge, load
 from optgen.driver.project import MATHS
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
-from optgen.runtime import plans as runtime_plans
-from optgen.runtime.join import Pair
-from optgen.runtime.warn import tell
+from optgen.runtime.layout import plans as runtime_plans
+from optgen.runtime.records.join import Pair
+from optgen.runtime.records.warn import tell
 
 PACKAGE = "_optgen_compiled"
 DEFAULT_PLAN = "int8_split24"

@@ -84,7 +84,7 @@ def _gpu() -> Line:
 
 
 def _cpu() -> Line:
-    from optgen.runtime import native
+    from optgen.runtime.cpu import native
 
     found = native.describe()
     if found["problem"]:
@@ -101,7 +101,7 @@ def _compiler() -> Line:
 
 
 def _kernel_cache() -> Line:
-    from optgen.runtime import native
+    from optgen.runtime.cpu import native
 
     found = native.describe()
     text = f"{found['cache']}, {found['kernels']} compiled C++ kernels"

@@ -166,7 +166,7 @@ def codec_text(plan: Plan) -> str:
         "eager.py.j2",
         header="\n".join(header),
         names=reference.needs(functions),
-        more="from optgen.runtime.stored import Codec",
+        more="from optgen.runtime.reference.stored import Codec",
         tables=reference.tables(schedules),
         functions=[*functions, [line for record in records for line in (*record, "")][:-1]],
     )

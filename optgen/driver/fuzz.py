@@ -36,7 +36,7 @@ from optgen.formats.plan import Plan
 from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
-from optgen.runtime import layout
+from optgen.runtime.layout import layout
 from optgen.verify.differential import Report, Trial, Worst
 from optgen.verify.intervals import FAST, STRICT
 

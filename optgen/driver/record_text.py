@@ -21,8 +21,8 @@ from optgen.ir.program import Program
 from optgen.lang.spec import Spec
 from optgen.lower import differing, lower_rule, needs_matrix
 from optgen.ops import dtypes, spaces
-from optgen.runtime.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord
 from optgen.runtime.records import Field
+from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord
 
 RULE, PLAN = "records.py", "__init__.py"
 WIDTH = 120
@@ -144,10 +144,10 @@ def rule_text(spec: Spec) -> str:
         f"#   rebuild   optgen build {spec.name}",
         "# fmt: off",
         "# ruff: noqa",
-        "from optgen.runtime.join import RuleRecord, StateRecord",
+        "from optgen.runtime.records.join import RuleRecord, StateRecord",
     ]
     if names := host.needs(pool.functions):
-        lines += wrapped("from optgen.runtime.scalars import ", names, "")
+        lines += wrapped("from optgen.runtime.records.scalars import ", names, "")
     for function in pool.functions:
         lines += ["", "", *function]
     return "\n".join([*lines, "", "", *written("RULES = ", found)]) + "\n"
@@ -175,7 +175,7 @@ def plan_text(plan: Plan) -> str:
     ]
     text = list(written("PLAN = ", found))
     names = [name for name in ("FormatRecord", "PlanRecord") if any(f"{name}(" in line for line in text)]
-    lines.append(f"from optgen.runtime.join import {', '.join(names)}")
+    lines.append(f"from optgen.runtime.records.join import {', '.join(names)}")
     if any("Field(" in line for line in text):
         lines.append("from optgen.runtime.records import Field")
     return "\n".join([*lines, "", *text]) + "\n"

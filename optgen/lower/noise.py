@@ -19,8 +19,8 @@ from optgen.formats.format import Noise
 from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.lang.values import Value, lshr, rotl
-from optgen.runtime import keys
-from optgen.runtime.keys import M1, M2, M3, PLACE, WINDOW, signed
+from optgen.runtime.records import keys
+from optgen.runtime.records.keys import M1, M2, M3, PLACE, WINDOW, signed
 
 # Eight neighbours share two hashes, and each reads one of them rotated by its own distance: a bit of a word is a sum
 # of two shared bits, of which no two words, and no two bits of a word, have both in common.  So bits are pairwise
@@ -33,7 +33,7 @@ from optgen.runtime.keys import M1, M2, M3, PLACE, WINDOW, signed
 # golden-ratio sequences had up to three times the noise of independent bits in roots of second moments.  256 steps are
 # what our narrowest field has room for (8 bits); no speed of a grid is known at which their noise is more than that of
 # independent bits (tests/test_noise.py), and windows of 32 have 3 to 15 % more error in Adam's updates.  Keys of
-# steps (runtime/keys.py) end in the reversed bits of the step.
+# steps (runtime/records/keys.py) end in the reversed bits of the step.
 
 
 def _part(step: Value, shift: int, bits: int) -> Value:

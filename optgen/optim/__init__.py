@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
         imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         raise ImportError(text, name=__name__) if imported else AttributeError(text, name=name)
     found = getattr(package, name)
-    plans: Any = importlib.import_module("optgen.runtime.plans")
+    plans: Any = importlib.import_module("optgen.runtime.layout.plans")
     if plans.provider is None:
         plans.provider = _compile_plan
     return found

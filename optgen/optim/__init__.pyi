@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from optgen.runtime import Optimizer
-from optgen.runtime.overrides import Given
-from optgen.runtime.plans import PlanOption
+from optgen.runtime.options.overrides import Given
+from optgen.runtime.layout.plans import PlanOption
 
 class ADOPT(Optimizer):
     """The gradient over the root of the second moment before it, clipped to (t - 1)^(1/4), then averaged."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from optgen.runtime.records import Eager, Field, Flag, Hyper, Stage, Temp, Variant
 
 if TYPE_CHECKING:
-    from optgen.runtime.memory import Memory, ParameterMemory
     from optgen.runtime.optimizer import Optimizer
+    from optgen.runtime.states.memory import Memory, ParameterMemory
 
 __all__ = ["Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Stage", "Temp", "Variant"]
 
-_LATER = {"Memory": "memory", "ParameterMemory": "memory", "Optimizer": "optimizer"}
+_LATER = {"Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer"}
 
 
 def __getattr__(name: str) -> object:

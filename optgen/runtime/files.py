@@ -30,13 +30,16 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import checkpoint, layout, low_bits, options, plans, sharding
-from optgen.runtime.content import problem
-from optgen.runtime.misfits import Misfits
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint.content import problem
+from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.options import options
 from optgen.runtime.records import dtype_of
-from optgen.runtime.state import describe, problems
-from optgen.runtime.state import of as state_of
+from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.states import low_bits
+from optgen.runtime.states.state import describe, problems
+from optgen.runtime.states.state import of as state_of
 
 VERSION = 1
 """Of the file's own structure; what is in the optimizer's part has a version of its own (checkpoint.py)."""

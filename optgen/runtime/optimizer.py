@@ -14,38 +14,22 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime import blocks as of_rows
-from optgen.runtime import (
-    brokenoff,
-    checkpoint,
-    control,
-    cpu,
-    evaluation,
-    fast_path,
-    interrupts,
-    keys,
-    launch,
-    low_bits,
-    marks,
-    memory,
-    offload,
-    options,
-    plans,
-    release,
-    sharding,
-    shared,
-    state,
-    strays,
-    weights,
-    whole,
-)
-from optgen.runtime import overrides as rules
-from optgen.runtime.arena import Arena
-from optgen.runtime.bucket import Bucket, run_reference
-from optgen.runtime.join import Pair
-from optgen.runtime.plans import Label, PlanOption, Recorded
-from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
-from optgen.runtime.warn import warn
+from optgen.runtime.checkpoint import checkpoint, evaluation, weights
+from optgen.runtime.cpu import cpu
+from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.plans import Label, PlanOption, Recorded
+from optgen.runtime.modes import offload, release
+from optgen.runtime.options import blocks as of_rows
+from optgen.runtime.options import options
+from optgen.runtime.options import overrides as rules
+from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name, keys, marks
+from optgen.runtime.records.arena import Arena
+from optgen.runtime.records.join import Pair
+from optgen.runtime.records.warn import warn
+from optgen.runtime.states import low_bits, memory, state
+from optgen.runtime.step import brokenoff, fast_path, interrupts, launch, shared, strays
+from optgen.runtime.work import counting, whole
+from optgen.runtime.work.bucket import Bucket, run_reference
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
@@ -74,10 +58,10 @@ class Ready(NamedTuple):
     tables: launch.Tables | None
     scalars: Any
     key: int
-    after: tuple[float, ...] | control.Step
+    after: tuple[float, ...] | counting.Step
 
     def finish(self) -> None:
-        if isinstance(self.after, control.Step):
+        if isinstance(self.after, counting.Step):
             self.bucket.finish_counted(self.after)
         else:
             self.bucket.finish(self.after)
@@ -267,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         """What is derived from parameters and groups, and neither copied nor pickled."""
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._forget_tables()
-        self._counters = control.Counters()
+        self._counters = counting.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
         self._release: release.Release | None = None
         self._offload = offload.Offload()
@@ -610,7 +594,7 @@ class Optimizer(torch.optim.Optimizer):
             # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
-            if isinstance(error, (TypeError, ValueError)) and not control.capturing():
+            if isinstance(error, (TypeError, ValueError)) and not counting.capturing():
                 self._refuse_numbers()
             raise
 
@@ -624,7 +608,7 @@ class Optimizer(torch.optim.Optimizer):
                     raise type(error)(f"{type(self).__name__}: group {number}: {error}") from None
 
     def _step_once(self) -> None:
-        scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
+        scaler = counting.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
             self._look_for_strays()
             with interrupts.Later():
@@ -640,7 +624,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._sort_and_run(scaler)
 
-    def _sort_and_run(self, scaler: control.Scaler | None) -> None:
+    def _sort_and_run(self, scaler: counting.Scaler | None) -> None:
         """A step that is not like the one before."""
         self._look_for_strays()
         buckets = self._buckets(scaler)
@@ -650,7 +634,7 @@ class Optimizer(torch.optim.Optimizer):
         shared.check(buckets)
         self._launcher.begin()
         prepared = [self._prepare(bucket, scaler) for bucket in buckets]
-        if not control.capturing():
+        if not counting.capturing():
             for bucket, tables, scalars, key, _ in prepared:
                 if bucket.backend == "triton" and tables is not None:
                     launch.load(bucket, tables, scalars, key)
@@ -683,7 +667,7 @@ class Optimizer(torch.optim.Optimizer):
             for ready in alone:
                 at_work = ready.bucket.owned
                 bucket, tables, scalars, key, _ = ready
-                if isinstance(scalars, control.Control):
+                if isinstance(scalars, counting.Control):
                     assert tables is not None
                     launch.run(bucket, tables, scalars, key)
                 elif tables is None:
@@ -709,7 +693,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Nothing has run of a step that a graph was to take up.
         """
-        if control.capturing():
+        if counting.capturing():
             return
         self._broke_off = brokenoff.BrokenOff(self._entries(), self.state, done, at_work, self._broke_off)
         if not self._offload.part:  # else the whole optimizer says it
@@ -739,7 +723,7 @@ class Optimizer(torch.optim.Optimizer):
         """Whether FullyShardedDataParallel has cut its parameters: those that are trained may all be on other ranks."""
         return any(rules.is_flattened(entry.p) for entry in self._entries())
 
-    def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
+    def _prepare(self, bucket: Bucket, scaler: counting.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""
         bucket.localize()
         tables = None
@@ -750,8 +734,8 @@ class Optimizer(torch.optim.Optimizer):
         if bucket.counted:
             assert tables is not None
             alone = self._counters.shared_by(bucket.step) == len(bucket.params)
-            if not alone and control.capturing():
-                raise control.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
+            if not alone and counting.capturing():
+                raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
             bucket.move_count(alone)
             room = tables.scalars_on(bucket)
             return Ready(bucket, tables, room, 0, self._count(bucket, room, scaler))
@@ -760,7 +744,7 @@ class Optimizer(torch.optim.Optimizer):
         key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
         return Ready(bucket, tables, scalars, key, host)
 
-    def _buckets(self, scaler: control.Scaler | None) -> list[Bucket]:
+    def _buckets(self, scaler: counting.Scaler | None) -> list[Bucket]:
         """Parameters with gradients by what they share; states that are not there yet are made.
 
         No buckets where a scaler has found an infinity, if any step is counted on the host.
@@ -771,7 +755,7 @@ class Optimizer(torch.optim.Optimizer):
         buckets: dict[tuple[object, ...], Bucket] = {}
         fresh: list[tuple[Bucket, int]] = []
         position = 0
-        states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
+        states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, counting.capturing()
         broke_off = self._broke_off
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
@@ -829,7 +813,7 @@ class Optimizer(torch.optim.Optimizer):
                 ready = counted  # by tensors, which are not looked at
                 if not counted:
                     if capturing:
-                        raise control.not_ready(state.label(p, name))
+                        raise counting.not_ready(state.label(p, name))
                     if type(step) is not int or step <= 0:  # new, or put there by somebody else
                         step = self._steps(variant, entry, p, name)
                     ready = step > 0
@@ -938,8 +922,8 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: {state.label(p, name)} has made steps without {late[0]}, which "
                 f"begins with the weight before the first one: that is gone, make a new optimizer"
             )
-        if control.capturing():
-            raise control.not_ready(state.label(p, name))
+        if counting.capturing():
+            raise counting.not_ready(state.label(p, name))
         return bool(late)
 
     def _in_blocks(self, variant: Variant, p: Tensor, count: int | None, name: Label) -> Variant:
@@ -955,7 +939,7 @@ class Optimizer(torch.optim.Optimizer):
         RuntimeError, on all of them, where some ranks have made a parameter's step and others have not.
         """
         wanted = self._senders(sharded)
-        if wanted and control.capturing():
+        if wanted and counting.capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
                 f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
@@ -1097,12 +1081,12 @@ class Optimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{state.label(p, name)}: {key} must be a number, got {entry.get(key, 'nothing')!r}")
         return value
 
-    def _count(self, bucket: Bucket, room: control.Control, scaler: control.Scaler | None) -> control.Step:
+    def _count(self, bucket: Bucket, room: counting.Control, scaler: counting.Scaler | None) -> counting.Step:
         """The bucket's step on the device, its scalars computed."""
         group, variant = self.param_groups[bucket.group], bucket.variant
         assert isinstance(bucket.step, Tensor)
         host = [x for x in bucket.host if isinstance(x, Tensor)]
-        step = control.Step(bucket.step, host, scaler.found if scaler else None)
+        step = counting.Step(bucket.step, host, scaler.found if scaler else None)
         step.fill(
             room,
             *variant.host_for(True),
@@ -1112,10 +1096,10 @@ class Optimizer(torch.optim.Optimizer):
             names=variant.host_names,
             seed=group["seed"] if variant.stochastic else None,
         )
-        control.check_calls(variant, room)
+        counting.check_calls(variant, room)
         return step
 
-    def _host_scalars(self, bucket: Bucket, scaler: control.Scaler | None) -> tuple[list[float], tuple[float, ...]]:
+    def _host_scalars(self, bucket: Bucket, scaler: counting.Scaler | None) -> tuple[list[float], tuple[float, ...]]:
         """(scalars rounded to fp32, new host states in fp64) of a bucket, computed in fp64."""
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}

@@ -29,7 +29,9 @@ from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
 from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import PRIMS, REDUCTIONS
-from optgen.runtime import checkpoint, eager, layout
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import layout
+from optgen.runtime.reference import eager
 from optgen.verify.intervals import STRICT, Interval, Model
 
 

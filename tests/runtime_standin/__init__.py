@@ -7,8 +7,9 @@ probe   no optimizer: a Triton kernel that counts the visits to every element an
 
 from importlib import import_module
 
-from optgen.runtime import Flag, Hyper, Optimizer, Variant, plans
-from optgen.runtime.join import Pair, Reference
+from optgen.runtime import Flag, Hyper, Optimizer, Variant
+from optgen.runtime.layout import plans
+from optgen.runtime.records.join import Pair, Reference
 
 
 class AdamW(Optimizer):

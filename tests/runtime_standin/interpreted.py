@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from optgen.runtime import keys, launch
+from optgen.runtime.records import keys
+from optgen.runtime.step import launch
 from runtime_standin import AdamW
 
 SHAPES = [

@@ -15,7 +15,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Stage, Temp
-from optgen.runtime.scalars import power, smaller
+from optgen.runtime.records.scalars import power, smaller
 
 
 def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):

@@ -18,9 +18,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def adafactor_float32_2(
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -359,7 +359,7 @@ def adafactor_float32_8(
     table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -769,7 +769,7 @@ def adafactor_float32_no_factored_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,12 +18,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_max, block_min, byte, get, inverse, joined, minus, pointer, put, reciprocal, rotl, term,
     widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def adafactor_float32_2(
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -362,7 +362,7 @@ def adafactor_float32_8(
     table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -483,7 +483,7 @@ def adafactor_bfloat16_2(
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -582,7 +582,7 @@ def adafactor_bfloat16_8(
     table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -923,7 +923,7 @@ def adafactor_float32_no_factored_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1056,7 +1056,7 @@ def adafactor_float32_no_factored_small_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1167,7 +1167,7 @@ def adafactor_bfloat16_no_factored_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
+    """adafactor: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

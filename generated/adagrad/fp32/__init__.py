@@ -12,7 +12,7 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger
+from optgen.runtime.records.scalars import choose, divide, larger
 
 
 def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):

@@ -18,9 +18,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def adam_mini_float32_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -384,7 +384,7 @@ def adam_mini_float32_no_by_rows_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,12 +18,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, term,
     widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def adam_mini_float32_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -255,7 +255,7 @@ def adam_mini_float32_small_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -395,7 +395,7 @@ def adam_mini_bfloat16_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -970,7 +970,7 @@ def adam_mini_float32_no_by_rows_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1048,7 +1048,7 @@ def adam_mini_float32_no_by_rows_small_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1160,7 +1160,7 @@ def adam_mini_bfloat16_no_by_rows_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
+    """adam_mini: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,9 +18,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import down, fold, get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def adamp_float32_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -544,7 +544,7 @@ def adamp_bfloat16_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

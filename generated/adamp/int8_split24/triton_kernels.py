@@ -22,12 +22,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, minus,
     pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def adamp_float32_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -516,7 +516,7 @@ def adamp_float32_small_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -875,7 +875,7 @@ def adamp_bfloat16_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1098,7 +1098,7 @@ def adamp_bfloat16_small_2(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """adamp: matrices of one tensor; see optgen.runtime.stages."""
+    """adamp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

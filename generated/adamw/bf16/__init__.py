@@ -14,7 +14,7 @@
 #   traffic   14 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg_sq": 'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] (geometric sum of relative errors)); round it stochastically, or keep it in fp32',

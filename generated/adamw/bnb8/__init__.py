@@ -14,7 +14,7 @@
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without gradients never returns to 0',

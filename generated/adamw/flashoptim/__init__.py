@@ -15,7 +15,7 @@
 #   traffic   12.25 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',

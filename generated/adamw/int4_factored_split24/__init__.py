@@ -16,7 +16,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Stage, Temp
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -19,12 +19,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, packed, pointer, put,
     reciprocal, rotl, term, unpacked, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def adamw_float32_1_round(
 
 @triton.jit
 def adamw_float32_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -218,7 +218,7 @@ def adamw_float32_6_round(
 
 @triton.jit
 def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -393,7 +393,7 @@ def adamw_float32_9_round(
 
 @triton.jit
 def adamw_float32_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -565,7 +565,7 @@ def adamw_float32_vector(
 
 @triton.jit
 def adamw_bfloat16_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -626,7 +626,7 @@ def adamw_bfloat16_2_flat(
 
 @triton.jit
 def adamw_bfloat16_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -773,7 +773,7 @@ def adamw_bfloat16_7_flat(
 
 @triton.jit
 def adamw_bfloat16_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1374,7 +1374,7 @@ def adamw_float32_amsgrad_1_round(
 
 @triton.jit
 def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1594,7 +1594,7 @@ def adamw_float32_amsgrad_6_round(
 
 @triton.jit
 def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1806,7 +1806,7 @@ def adamw_float32_amsgrad_9_round(
 
 @triton.jit
 def adamw_float32_amsgrad_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2023,7 +2023,7 @@ def adamw_float32_amsgrad_vector(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2101,7 +2101,7 @@ def adamw_bfloat16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2267,7 +2267,7 @@ def adamw_bfloat16_amsgrad_7_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

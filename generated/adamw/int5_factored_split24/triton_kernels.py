@@ -20,12 +20,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, packed, pointer, put,
     reciprocal, rotl, term, unpacked, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def adamw_float32_1_round(
 
 @triton.jit
 def adamw_float32_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -219,7 +219,7 @@ def adamw_float32_6_round(
 
 @triton.jit
 def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -399,7 +399,7 @@ def adamw_float32_9_round(
 
 @triton.jit
 def adamw_float32_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -580,7 +580,7 @@ def adamw_float32_vector(
 
 @triton.jit
 def adamw_bfloat16_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -641,7 +641,7 @@ def adamw_bfloat16_2_flat(
 
 @triton.jit
 def adamw_bfloat16_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -793,7 +793,7 @@ def adamw_bfloat16_7_flat(
 
 @triton.jit
 def adamw_bfloat16_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1419,7 +1419,7 @@ def adamw_float32_amsgrad_1_round(
 
 @triton.jit
 def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1639,7 +1639,7 @@ def adamw_float32_amsgrad_6_round(
 
 @triton.jit
 def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1858,7 +1858,7 @@ def adamw_float32_amsgrad_9_round(
 
 @triton.jit
 def adamw_float32_amsgrad_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 44 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2091,7 +2091,7 @@ def adamw_float32_amsgrad_vector(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 45 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2169,7 +2169,7 @@ def adamw_bfloat16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 45 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2342,7 +2342,7 @@ def adamw_bfloat16_amsgrad_7_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_8(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 45 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -19,12 +19,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     axis_max, axis_min, block_magnitude, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint,
     term, unpacked, widened,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def adamw_float32_1_round(
 
 @triton.jit
 def adamw_float32_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -208,7 +208,7 @@ def adamw_float32_5_round(
 
 @triton.jit
 def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -315,7 +315,7 @@ def adamw_float32_7_round(
 
 @triton.jit
 def adamw_float32_7(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -994,7 +994,7 @@ def adamw_float32_amsgrad_1_round(
 
 @triton.jit
 def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1195,7 +1195,7 @@ def adamw_float32_amsgrad_5_round(
 
 @triton.jit
 def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1342,7 +1342,7 @@ def adamw_float32_amsgrad_7_round(
 
 @triton.jit
 def adamw_float32_amsgrad_7(table, work, LANES: tl.constexpr):
-    """adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -16,7 +16,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Stage, Temp
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients never returns to 0',

@@ -18,8 +18,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import floor, get, minus, put, reciprocal, rotl, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import floor, get, minus, put, reciprocal, rotl, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit

@@ -14,7 +14,7 @@
 #   traffic   10.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
     "exp_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',

@@ -20,7 +20,7 @@
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, exp, larger, log, root, smaller
+from optgen.runtime.records.scalars import choose, divide, exp, larger, log, root, smaller
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):

@@ -24,9 +24,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def came_float32_2(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -338,7 +338,7 @@ def came_float32_7(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -551,7 +551,7 @@ def came_float32_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1024,7 +1024,7 @@ def came_float32_no_factored_1(
 def came_float32_no_factored_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -24,12 +24,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def came_float32_2(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -341,7 +341,7 @@ def came_float32_7(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -581,7 +581,7 @@ def came_float32_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -705,7 +705,7 @@ def came_float32_small_2(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -777,7 +777,7 @@ def came_float32_small_7(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -865,7 +865,7 @@ def came_float32_small_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -992,7 +992,7 @@ def came_bfloat16_2(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1079,7 +1079,7 @@ def came_bfloat16_7(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1194,7 +1194,7 @@ def came_bfloat16_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1934,7 +1934,7 @@ def came_float32_no_factored_1(
 def came_float32_no_factored_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2086,7 +2086,7 @@ def came_float32_no_factored_small_1(
 def came_float32_no_factored_small_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2197,7 +2197,7 @@ def came_bfloat16_no_factored_1(
 def came_bfloat16_no_factored_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2358,7 +2358,7 @@ def came_bfloat16_no_factored_small_1(
 def came_bfloat16_no_factored_small_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
+    """came: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,8 +18,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, sign, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, sign, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def cautious_adamw_float32_2_round(
 
 @triton.jit
 def cautious_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -22,11 +22,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, sign, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def cautious_adamw_float32_2_round(
 
 @triton.jit
 def cautious_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -255,7 +255,7 @@ def cautious_adamw_float32_small_1(
 
 @triton.jit
 def cautious_adamw_float32_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -373,7 +373,7 @@ def cautious_adamw_bfloat16_1(
 
 @triton.jit
 def cautious_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -537,7 +537,7 @@ def cautious_adamw_bfloat16_small_1(
 
 @triton.jit
 def cautious_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -16,11 +16,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, sign,
     term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def cautious_lion_float32_2_round(
 
 @triton.jit
 def cautious_lion_float32_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -201,7 +201,7 @@ def cautious_lion_float32_small_1(
 
 @triton.jit
 def cautious_lion_float32_small_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -306,7 +306,7 @@ def cautious_lion_bfloat16_1(
 
 @triton.jit
 def cautious_lion_bfloat16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,8 +18,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def clipped_adamw_float32_2_round(
 
 @triton.jit
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -90,7 +90,7 @@ def clipped_adamw_float32_3_round(
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -304,7 +304,7 @@ def clipped_adamw_float32_amsgrad_1(
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -320,7 +320,7 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

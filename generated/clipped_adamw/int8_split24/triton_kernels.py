@@ -22,11 +22,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def clipped_adamw_float32_2_round(
 
 @triton.jit
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -97,7 +97,7 @@ def clipped_adamw_float32_3_round(
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -228,7 +228,7 @@ def clipped_adamw_float32_small_1(
 
 @triton.jit
 def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -242,7 +242,7 @@ def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -326,7 +326,7 @@ def clipped_adamw_bfloat16_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -340,7 +340,7 @@ def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -478,7 +478,7 @@ def clipped_adamw_bfloat16_small_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -494,7 +494,7 @@ def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -824,7 +824,7 @@ def clipped_adamw_float32_amsgrad_1(
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -840,7 +840,7 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1063,7 +1063,7 @@ def clipped_adamw_bfloat16_amsgrad_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1079,7 +1079,7 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -24,8 +24,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def dadapt_adam_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -156,7 +156,7 @@ def dadapt_adam_float32_3_round(
 
 @triton.jit
 def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -215,7 +215,7 @@ def dadapt_adam_float32_4(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -377,7 +377,7 @@ def dadapt_adam_float32_use_bias_correction_1(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

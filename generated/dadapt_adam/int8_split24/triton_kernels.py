@@ -27,11 +27,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def dadapt_adam_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -241,7 +241,7 @@ def dadapt_adam_float32_3_round(
 
 @triton.jit
 def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -300,7 +300,7 @@ def dadapt_adam_float32_4(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -322,7 +322,7 @@ def dadapt_adam_float32_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -397,7 +397,7 @@ def dadapt_adam_float32_small_2(
 
 @triton.jit
 def dadapt_adam_float32_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -419,7 +419,7 @@ def dadapt_adam_float32_small_4(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -441,7 +441,7 @@ def dadapt_adam_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -601,7 +601,7 @@ def dadapt_adam_bfloat16_2(
 
 @triton.jit
 def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -623,7 +623,7 @@ def dadapt_adam_bfloat16_4(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -645,7 +645,7 @@ def dadapt_adam_bfloat16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -735,7 +735,7 @@ def dadapt_adam_bfloat16_small_2(
 
 @triton.jit
 def dadapt_adam_bfloat16_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -757,7 +757,7 @@ def dadapt_adam_bfloat16_small_4(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1047,7 +1047,7 @@ def dadapt_adam_float32_use_bias_correction_1(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1204,7 +1204,7 @@ def dadapt_adam_float32_use_bias_correction_small_1(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1282,7 +1282,7 @@ def dadapt_adam_bfloat16_use_bias_correction_1(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 32 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1445,7 +1445,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_1(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

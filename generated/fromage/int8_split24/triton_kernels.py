@@ -14,8 +14,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, byte, get, joined, minus, pointer, put, rotl, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import apart, byte, get, joined, minus, pointer, put, rotl, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def fromage_float32_2(
     table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
 ):
-    """fromage: matrices of one tensor; see optgen.runtime.stages."""
+    """fromage: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -152,7 +152,7 @@ def fromage_bfloat16_2(
     table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
 ):
-    """fromage: matrices of one tensor; see optgen.runtime.stages."""
+    """fromage: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

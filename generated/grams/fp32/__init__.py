@@ -14,7 +14,7 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -18,8 +18,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def lamb_float32_2_round(
 def lamb_float32_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
+    """lamb: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -22,11 +22,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def lamb_float32_2_round(
 def lamb_float32_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
+    """lamb: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -279,7 +279,7 @@ def lamb_float32_small_1(
 def lamb_float32_small_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
+    """lamb: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -439,7 +439,7 @@ def lamb_bfloat16_1(
 def lamb_bfloat16_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
+    """lamb: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -576,7 +576,7 @@ def lamb_bfloat16_small_1(
 def lamb_bfloat16_small_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
+    """lamb: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

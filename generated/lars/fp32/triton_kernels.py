@@ -16,8 +16,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, pointer, put, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def lars_float32_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
+    """lars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

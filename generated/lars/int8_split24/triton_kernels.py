@@ -16,11 +16,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, rounded, term,
     widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def lars_float32_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
+    """lars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -174,7 +174,7 @@ def lars_float32_small_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
+    """lars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -258,7 +258,7 @@ def lars_bfloat16_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
+    """lars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -14,7 +14,7 @@
 #   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose, root
+from optgen.runtime.records.scalars import choose, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):

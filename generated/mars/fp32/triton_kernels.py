@@ -20,8 +20,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def mars_float32_2_round(
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
+    """mars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

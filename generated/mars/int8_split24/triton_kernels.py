@@ -24,11 +24,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def mars_float32_2_round(
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
+    """mars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -265,7 +265,7 @@ def mars_float32_small_1(
 
 @triton.jit
 def mars_float32_small_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
+    """mars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -377,7 +377,7 @@ def mars_bfloat16_1(
 
 @triton.jit
 def mars_bfloat16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
+    """mars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -559,7 +559,7 @@ def mars_bfloat16_small_1(
 
 @triton.jit
 def mars_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
+    """mars: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

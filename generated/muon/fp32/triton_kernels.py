@@ -16,8 +16,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def muon_float32_1_round(
 
 @triton.jit
 def muon_float32_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -406,7 +406,7 @@ def muon_float32_match_rms_adamw_1_round(
 
 @triton.jit
 def muon_float32_match_rms_adamw_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

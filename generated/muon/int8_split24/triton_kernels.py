@@ -16,11 +16,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def muon_float32_1_round(
 
 @triton.jit
 def muon_float32_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -150,7 +150,7 @@ def muon_float32_4(
 
 @triton.jit
 def muon_float32_small_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -215,7 +215,7 @@ def muon_float32_small_4(
 
 @triton.jit
 def muon_bfloat16_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1167,7 +1167,7 @@ def muon_float32_match_rms_adamw_1_round(
 
 @triton.jit
 def muon_float32_match_rms_adamw_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1184,7 +1184,7 @@ def muon_float32_match_rms_adamw_1(table, work, lr: tl.float32, LANES: tl.conste
 
 @triton.jit
 def muon_float32_match_rms_adamw_small_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1201,7 +1201,7 @@ def muon_float32_match_rms_adamw_small_1(table, work, lr: tl.float32, LANES: tl.
 
 @triton.jit
 def muon_bfloat16_match_rms_adamw_1(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """muon: matrices of one tensor; see optgen.runtime.stages."""
+    """muon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,9 +18,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def normuon_float32_4_round(
 def normuon_float32_4(
     table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -255,7 +255,7 @@ def normuon_float32_9_round(
 def normuon_float32_6(
     table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,12 +18,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def normuon_float32_4_round(
 def normuon_float32_4(
     table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -284,7 +284,7 @@ def normuon_float32_9_round(
 def normuon_float32_6(
     table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -421,7 +421,7 @@ def normuon_float32_small_3_flat(
 def normuon_float32_small_4(
     table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -464,7 +464,7 @@ def normuon_float32_small_5_flat(
 def normuon_float32_small_6(
     table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -610,7 +610,7 @@ def normuon_bfloat16_3_flat(
 def normuon_bfloat16_4(
     table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -653,7 +653,7 @@ def normuon_bfloat16_5_flat(
 def normuon_bfloat16_6(
     table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
+    """normuon: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

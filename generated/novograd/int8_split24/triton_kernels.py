@@ -18,11 +18,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, rounded, term,
     widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def novograd_float32_2(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
     one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
+    """novograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -170,7 +170,7 @@ def novograd_float32_small_2(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
     one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
+    """novograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -248,7 +248,7 @@ def novograd_bfloat16_2(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
     one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
+    """novograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -14,8 +14,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def orthograd_float32_2_round(
 def orthograd_float32_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -152,7 +152,7 @@ def orthograd_float32_4_round(
 
 @triton.jit
 def orthograd_float32_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -411,7 +411,7 @@ def orthograd_float32_has_momentum_1(
 def orthograd_float32_has_momentum_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -448,7 +448,7 @@ def orthograd_float32_has_momentum_3(
 
 @triton.jit
 def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

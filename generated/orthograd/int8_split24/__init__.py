@@ -11,7 +11,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Stage, Temp
-from optgen.runtime.scalars import choose
+from optgen.runtime.records.scalars import choose
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):

@@ -14,11 +14,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, term,
     widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def orthograd_float32_2_round(
 def orthograd_float32_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -155,7 +155,7 @@ def orthograd_float32_4_round(
 
 @triton.jit
 def orthograd_float32_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -239,7 +239,7 @@ def orthograd_bfloat16_1(
 def orthograd_bfloat16_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -296,7 +296,7 @@ def orthograd_bfloat16_3(
 
 @triton.jit
 def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -527,7 +527,7 @@ def orthograd_float32_has_momentum_1(
 def orthograd_float32_has_momentum_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -564,7 +564,7 @@ def orthograd_float32_has_momentum_3(
 
 @triton.jit
 def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -742,7 +742,7 @@ def orthograd_bfloat16_has_momentum_1(
 def orthograd_bfloat16_has_momentum_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -780,7 +780,7 @@ def orthograd_bfloat16_has_momentum_3(
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
+    """orthograd: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -28,8 +28,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def prodigy_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -148,7 +148,7 @@ def prodigy_float32_3_round(
 
 @triton.jit
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -212,7 +212,7 @@ def prodigy_float32_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -299,7 +299,7 @@ def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl
 
 @triton.jit
 def prodigy_float32_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -533,7 +533,7 @@ def prodigy_float32_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -706,7 +706,7 @@ def prodigy_float32_use_bias_correction_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -878,7 +878,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -31,11 +31,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def prodigy_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -178,7 +178,7 @@ def prodigy_float32_3_round(
 
 @triton.jit
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -242,7 +242,7 @@ def prodigy_float32_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -381,7 +381,7 @@ def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl
 
 @triton.jit
 def prodigy_float32_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -398,7 +398,7 @@ def prodigy_float32_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -458,7 +458,7 @@ def prodigy_float32_small_2(
 
 @triton.jit
 def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -480,7 +480,7 @@ def prodigy_float32_small_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -554,7 +554,7 @@ def prodigy_float32_small_5(
 
 @triton.jit
 def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -571,7 +571,7 @@ def prodigy_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -658,7 +658,7 @@ def prodigy_bfloat16_2(
 
 @triton.jit
 def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -680,7 +680,7 @@ def prodigy_bfloat16_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -821,7 +821,7 @@ def prodigy_bfloat16_5(
 
 @triton.jit
 def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -838,7 +838,7 @@ def prodigy_bfloat16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -901,7 +901,7 @@ def prodigy_bfloat16_small_2(
 
 @triton.jit
 def prodigy_bfloat16_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -923,7 +923,7 @@ def prodigy_bfloat16_small_4(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
     beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1011,7 +1011,7 @@ def prodigy_bfloat16_small_5(
 
 @triton.jit
 def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1396,7 +1396,7 @@ def prodigy_float32_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1484,7 +1484,7 @@ def prodigy_float32_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1548,7 +1548,7 @@ def prodigy_bfloat16_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1640,7 +1640,7 @@ def prodigy_bfloat16_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1859,7 +1859,7 @@ def prodigy_float32_use_bias_correction_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1946,7 +1946,7 @@ def prodigy_float32_use_bias_correction_small_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2009,7 +2009,7 @@ def prodigy_bfloat16_use_bias_correction_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2099,7 +2099,7 @@ def prodigy_bfloat16_use_bias_correction_small_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2316,7 +2316,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2404,7 +2404,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2468,7 +2468,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2560,7 +2560,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
     moves: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    """prodigy: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

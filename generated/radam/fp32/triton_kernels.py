@@ -18,8 +18,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit

@@ -17,7 +17,7 @@
 #   traffic   18.0625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import divide, larger, power, root, smaller
+from optgen.runtime.records.scalars import divide, larger, power, root, smaller
 
 
 def kernel_scalars(

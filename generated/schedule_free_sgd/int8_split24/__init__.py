@@ -12,7 +12,7 @@
 #   traffic   16 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import divide, larger, power, smaller
+from optgen.runtime.records.scalars import divide, larger, power, smaller
 
 
 def kernel_scalars(

@@ -10,7 +10,7 @@
 #   traffic   8 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime.scalars import choose
+from optgen.runtime.records.scalars import choose
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):

@@ -14,10 +14,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, get, joined, put, reciprocal, rotl, rounded, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit

@@ -13,7 +13,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Stage, Temp
-from optgen.runtime.scalars import divide
+from optgen.runtime.records.scalars import divide
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):

@@ -16,9 +16,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import down, fold, get, minus, pointer, put, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def sgdp_float32_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 40 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -520,7 +520,7 @@ def sgdp_bfloat16_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 40 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1118,7 +1118,7 @@ def sgdp_bfloat16_nesterov_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 40 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -16,12 +16,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, byte, counter, down, fold, get, joined, minus, pointer, put, reciprocal, rotl,
     rounded, term, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def sgdp_float32_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -439,7 +439,7 @@ def sgdp_float32_small_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 40 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -750,7 +750,7 @@ def sgdp_bfloat16_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -943,7 +943,7 @@ def sgdp_bfloat16_small_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2175,7 +2175,7 @@ def sgdp_bfloat16_nesterov_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2393,7 +2393,7 @@ def sgdp_bfloat16_nesterov_small_2(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
     minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
+    """sgdp: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,9 +18,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, pointer, put, reciprocal, term, widened
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.prelude import get, pointer, put, reciprocal, term, widened
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def sm3_float32_3_round(
 
 @triton.jit
 def sm3_float32_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -416,7 +416,7 @@ def sm3_float32_has_momentum_1_flat(
 
 @triton.jit
 def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -18,12 +18,12 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, pointer, put,
     reciprocal, rotl, rounded, term, widened, within,
 )
-from optgen.runtime.triton_panels import Panels, walk_any, walk_panels
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def sm3_float32_3_round(
 
 @triton.jit
 def sm3_float32_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -210,7 +210,7 @@ def sm3_bfloat16_1_flat(
 
 @triton.jit
 def sm3_bfloat16_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -804,7 +804,7 @@ def sm3_float32_has_momentum_1_flat(
 
 @triton.jit
 def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -884,7 +884,7 @@ def sm3_float32_has_momentum_small_1_flat(
 
 @triton.jit
 def sm3_float32_has_momentum_small_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1002,7 +1002,7 @@ def sm3_bfloat16_has_momentum_1_flat(
 
 @triton.jit
 def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1102,7 +1102,7 @@ def sm3_bfloat16_has_momentum_small_1_flat(
 
 @triton.jit
 def sm3_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
+    """sm3: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

@@ -22,11 +22,11 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
+from optgen.runtime.gpu.prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
     reciprocal, rotl, rounded, term, widened,
 )
-from optgen.runtime.triton_walk import Sweep, walk
+from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def stable_adamw_float32_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LANES: tl.constexpr,
 ):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -264,7 +264,7 @@ def stable_adamw_float32_small_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LANES: tl.constexpr,
 ):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -417,7 +417,7 @@ def stable_adamw_bfloat16_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LANES: tl.constexpr,
 ):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -542,7 +542,7 @@ def stable_adamw_bfloat16_small_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LANES: tl.constexpr,
 ):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.gpu.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)

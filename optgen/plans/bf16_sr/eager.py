@@ -5,7 +5,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.stored import Codec
+from optgen.runtime.reference.stored import Codec
 
 
 def weight_bf16_decode(b, code_tensor):

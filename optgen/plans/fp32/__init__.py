@@ -20,7 +20,7 @@
 #   plan      specs/plans.py:31  sha256 011208c0c0f8
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import FormatRecord, PlanRecord
+from optgen.runtime.records.join import FormatRecord, PlanRecord
 
 PLAN = PlanRecord(
     0,

@@ -24,7 +24,7 @@
 #   plan      specs/plans.py:71  sha256 011208c0c0f8
 # fmt: off
 # ruff: noqa
-from optgen.runtime.join import FormatRecord, PlanRecord
+from optgen.runtime.records.join import FormatRecord, PlanRecord
 from optgen.runtime.records import Field
 
 PLAN = PlanRecord(

@@ -5,8 +5,8 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import block_max, lookup, search, sqrt
-from optgen.runtime.stored import Codec
+from optgen.runtime.reference.eager import block_max, lookup, search, sqrt
+from optgen.runtime.reference.stored import Codec
 
 dynamic4_59b750ea = (
     -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,

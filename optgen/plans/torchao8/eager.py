@@ -5,8 +5,8 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import block_max, lookup, search, sqrt
-from optgen.runtime.stored import Codec
+from optgen.runtime.reference.eager import block_max, lookup, search, sqrt
+from optgen.runtime.reference.stored import Codec
 
 dynamic8_1b137aeb = (
     -0.992968738079071, -0.9789062738418579, -0.96484375, -0.9507812261581421, -0.936718761920929,

@@ -5,8 +5,8 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import block_max, quotient
-from optgen.runtime.stored import Codec
+from optgen.runtime.reference.eager import block_max, quotient
+from optgen.runtime.reference.stored import Codec
 
 
 def weight_bf16_decode(b, code_tensor):

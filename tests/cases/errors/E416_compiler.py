@@ -1,7 +1,7 @@
 from unittest import mock
 
 from optgen.driver.ahead import compile_ahead
-from optgen.runtime import native
+from optgen.runtime.cpu import native
 
 
 def case():

@@ -1,0 +1,269 @@
+"""The full weights of a model whose parameters show only part of their bits: out as fp32, and back in.
+
+Names are the model's own (tied weights under all of theirs); which parameter an entry of its state dict is, is told
+by identity, so wrappers and hooks that prefix names change nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import layout, sharding
+from optgen.runtime.records import Variant
+from optgen.runtime.records.join import Pair
+from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.states import low_bits, state
+
+
+def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -> None:
+    """States have been made: write the weights that belong to them, and forget the low bits that they took."""
+    for p, value in rounded:
+        p.copy_(value)
+    for p in params:
+        low_bits.drop(p)
+
+
+def _put_part(
+    plan: Pair,
+    variant: Variant,
+    p: Tensor,
+    kept: Mapping[str, Any] | None,
+    value: Tensor,
+    hypers: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """A state, where there was none and the weight has low bits: nothing beside a part of a DTensor could hold them."""
+    parts = sharding.Parts.of(p, variant)
+    weight, full = parts.weight(p), parts.beside("its weight", value).to(p.device)
+    made: dict[str, Any] | None = None
+    if not kept and _more_than_shown(variant):
+        low_bits.keep(weight.copy_(full), full.to(torch.float32).contiguous())
+        rounded: list[tuple[Tensor, Tensor]] = []
+        made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded))
+        settle(rounded, [weight])
+    else:
+        put(plan, variant, weight, sharding.locals_of(kept or {}), full, hypers)
+    if parts.gathered:
+        sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
+    return made
+
+
+def _more_than_shown(variant: Variant) -> bool:
+    """Whether a state holds more of a weight than a 16-bit parameter shows."""
+    return any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()
+
+
+def fresh(p: Tensor) -> Tensor:
+    """The weight at full precision before the first step: fp32 and contiguous.  A frozen one, of any dtype, as it is
+    where fp32 does not hold it."""
+    exact = low_bits.exact(p)
+    if exact is not None:
+        return exact
+    held = p.is_floating_point() and p.dtype.itemsize <= 4
+    return p.detach().to(torch.float32 if held else p.dtype, copy=True).contiguous()
+
+
+def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
+    """The same of a parameter with a state; RuntimeError where p is not the weight of its state."""
+    state.check(variant, p, kept, name)
+    weight = sharding.decode(plan, variant, p, kept, ("p",))["p"]
+    if edited(sharding.local(p), sharding.local(weight)):
+        raise RuntimeError(
+            f"{state.label(p, name)} was changed by something else than the optimizer, and is no rounding of the full "
+            f"weight that the optimizer keeps. To go on from what the model shows: "
+            f"opt.load_master_state_dict(model, model.state_dict())"
+        )
+    return weight
+
+
+def edited(p: Tensor, weight: Tensor) -> bool:
+    """Whether p is further from the full weight than any rounding to p's dtype is: more than one place away."""
+    if p.dtype not in low_bits.NARROW:
+        return False
+    near, shown = weight.to(p.dtype), p.detach().contiguous()
+    off = (_ordered(near) - _ordered(shown)).abs() > 1
+    return bool((off & ~(near.isnan() & shown.isnan())).any())
+
+
+def _ordered(t: Tensor) -> Tensor:
+    """Patterns of 16-bit floats as integers in the order of their values: neighbours differ by 1."""
+    pattern = t.view(torch.int16).to(torch.int32)
+    return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
+
+
+def of_model(model: nn.Module, owner: str, weights: Mapping[int, Callable[[], Tensor]]) -> dict[str, Any]:
+    """The model's state dict with fp32 weights.
+
+    weights   id(parameter) -> its full weight, for those of the optimizer
+    """
+    found = model.state_dict(keep_vars=True)
+    _own_model(model, owner, weights)
+    made: dict[int, Any] = {}
+    for value in found.values():
+        if id(value) not in made:
+            made[id(value)] = weights[id(value)]() if id(value) in weights else _as_it_is(value)
+    return {name: made[id(value)] for name, value in found.items()}
+
+
+def _own_model(model: nn.Module, owner: str, weights: Mapping[int, object]) -> None:
+    params = list(model.parameters())
+    if params and not any(id(p) in weights for p in params):
+        raise ValueError(
+            f"{owner}: none of the model's {len(params)} parameters is in this optimizer: it was made for another "
+            f"model, or the model's parameters were replaced since (wrapped, sharded, copied); make the optimizer "
+            f"from the model as it is now"
+        )
+
+
+def _as_it_is(value: Any) -> Any:
+    """What the optimizer does not own, at fp32 where it is narrower."""
+    if not isinstance(value, Tensor):
+        return value
+    exact = low_bits.exact(value)
+    if exact is not None:
+        return exact
+    narrow = value.is_floating_point() and value.dtype.itemsize < 4
+    return value.detach().to(torch.float32) if narrow else value.detach().clone()
+
+
+@dataclass
+class Loading:
+    """Weights that were found to fit: (parameter, what it is to become), and by name what is not the optimizer's."""
+
+    owned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object], strict: bool) -> Loading:
+    """Compare a state dict with the model; ValueError lists all that does not fit."""
+    misfits = Misfits(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{owner}.load_master_state_dict takes a state dict, got {saved!r:.80}")
+    _own_model(model, owner, owned)
+    live = model.state_dict(keep_vars=True)
+    if strict:
+        for name in (n for n in live if n not in saved):
+            misfits.add(f"{name}: expected {_describe(live[name])}, it is missing")
+        for name in (n for n in saved if n not in live):
+            misfits.add(f"{name}: not expected, the model has none of that name")
+    loading = Loading()
+    first: dict[int, str] = {}
+    for name, target in live.items():
+        if name not in saved:
+            continue
+        value = saved[name]
+        if isinstance(target, Tensor):
+            line = _misfit(target, value)
+            if line:
+                misfits.add(f"{name}: expected {_describe(target)}, got {line}")
+                continue
+            other = first.setdefault(id(target), name)
+            if other != name:
+                if not _same(saved[other], value):
+                    misfits.add(f"{name}: it is tied to {other}, but the two differ")
+                continue
+            if line := _unwritable(target, id(target) in owned):
+                misfits.add(f"{name}: the model's is {line}, which cannot be written")
+                continue
+        if id(target) in owned:
+            loading.owned.append((target, value))
+        else:
+            if sharding.is_sharded(target) and not sharding.is_sharded(value):
+                of = sharding.layout_of(target)
+                value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
+            loading.rest[name] = value
+            if isinstance(target, Tensor):
+                kind = "parameter" if isinstance(target, nn.Parameter) else "buffer"
+                state.refuse_inference(target, name, target, kind=kind)
+    misfits.stop()
+    return loading
+
+
+def _describe(value: Any) -> str:
+    return state.describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _misfit(target: Tensor, value: Any) -> str:
+    """What came, where it does not fit or torch could not read it; any floating dtype is a weight, but for codes that
+    are packed."""
+    if not isinstance(value, Tensor):
+        return f"{value!r:.80}"
+    if value.shape != target.shape or _kind(value) != _kind(target):
+        return _describe(value)
+    if value.layout is not target.layout:
+        return f"one of layout {value.layout}"
+    if state.is_fake(value) and not state.is_fake(target):
+        return "a fake one"
+    if sharding.is_sharded(value):
+        mesh: Any = getattr(value, "device_mesh", None)
+        if not sharding.is_sharded(target):
+            return f"a DTensor over {mesh}; full_tensor() makes it whole"
+        if mesh != getattr(target, "device_mesh", None):
+            return f"a DTensor over another mesh, {mesh}; full_tensor() makes it whole"
+    if value.layout is torch.strided and not (value.is_meta and target.is_meta):
+        without = checkpoint.without_values(sharding.local(value))
+        return without and f"one {without}"
+    return ""
+
+
+def _kind(t: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor is a weight, and whether its bytes are pairs of codes, between which and numbers torch copies
+    nothing."""
+    return t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2
+
+
+def _unwritable(target: Tensor, trained: bool) -> str:
+    """What a tensor of the model is, where torch could not write it.
+
+    trained   by the optimizer, which looks at what it writes: else torch writes nothing on the meta device
+    """
+    target = sharding.local(target)
+    if target.layout is not torch.strided:
+        return ""
+    if target.numel() and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
+        return "an expanded view"
+    without = checkpoint.without_values(target) if trained or not target.is_meta else ""
+    return without and f"one {without}"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and torch.equal(_pattern(a), _pattern(b.to(a.device))))
+
+
+def _pattern(t: Tensor) -> Tensor:
+    """The bytes of a tensor: NaN equals itself in them."""
+    return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.detach()
+
+
+def put(
+    plan: Pair,
+    variant: Variant,
+    p: Tensor,
+    kept: dict[str, Any] | None,
+    value: Tensor,
+    hypers: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Set a weight and what its state keeps of it; of a DTensor, its part on this rank.
+
+    Returns a state before the first step where one had to be made.
+    """
+    if sharding.is_sharded(p):
+        return _put_part(plan, variant, p, kept, value, hypers)
+    weight = value.detach().to(device=p.device, dtype=torch.float32)
+    own = [f.name for f in variant.fields if f.owner == "p"]
+    if kept and own:
+        made = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, weight)
+        p.copy_(made["p"])
+        for name in own:
+            kept[name].copy_(made[name])
+        return None
+    p.copy_(weight)
+    low_bits.drop(p)
+    if not kept and _more_than_shown(variant):
+        low_bits.keep(p, weight)
+    return None

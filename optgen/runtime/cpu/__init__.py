@@ -1,0 +1,1 @@
+"""C++ kernels on CPU tensors: compiling, loading and calling them."""

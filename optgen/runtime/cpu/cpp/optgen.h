@@ -1,0 +1,374 @@
+// What generated CPU kernels stand on: vectors, the walk over tensors, and the one exported function.
+//
+// Compiled for what the flags allow: AVX-512, AVX2 or anything.  -ffp-contract=off keeps products and sums
+// apart unless a kernel says fma; -ffast-math is never used (linked in, it would flush subnormals to zero in
+// the whole process).
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define OPTGEN_SIMD "simd_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define OPTGEN_SIMD "simd_avx2.h"
+#else
+#define OPTGEN_SIMD "simd_portable.h"
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#undef INFINITY
+#undef NAN
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+
+// A tile's function stands once in the file: copies of it for constant arguments would double the time to compile.
+#if defined(__GNUC__) && !defined(__clang__)
+#define OPTGEN_ONCE __attribute__((noinline, noclone))
+#else
+#define OPTGEN_ONCE __attribute__((noinline))
+#endif
+
+// Bytes of the first-level cache (runtime/cpu/native.py).
+#ifndef OPTGEN_L1
+#define OPTGEN_L1 32768
+#endif
+
+namespace {
+
+#include OPTGEN_SIMD
+
+constexpr int VECTOR = 16;  // storage blocks whose values fill one register at the widest
+
+// How many elements a tile has, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4
+// bytes, leaves a third of the first-level cache to what is on its way, else about 1024.
+constexpr int elements_of_tile(int block, int kept) {
+    const int least = VECTOR * block, wanted = 2048 * 4 * kept <= OPTGEN_L1 / 3 * 2 ? 2048 : 1024;
+    return least < wanted ? wanted / least * least : least;
+}
+
+inline F widened(I x) { return as_float(x << 16); }
+inline I extend16(I x) { return (x << 16) >> 16; }
+inline M where(M c, M a, M b) { return (c & a) | (~c & b); }
+
+// A table's entry of each lane's number.
+template <int N> inline F lookup(const float (&table)[N], I at) { return gather(table, at); }
+// How many of a table's entries are <= x, 0 for a NaN; of 2^b - 1 entries, in b steps.
+template <int N> inline I search(const float (&table)[N], F x) {
+    static_assert((N & (N + 1)) == 0, "2^b - 1 entries");
+    I found(0);
+    for (int step = (N + 1) / 2; step; step /= 2) {
+        const I next = found + I(step);
+        found = where(gather(table, next - I(1)) <= x, next, found);
+    }
+    return found;
+}
+
+// Of two zeros the minimum is -0, the maximum +0, as on GPUs.  Strict maths.
+inline F minimum(F a, F b) { return where(a == b, as_float(bits(a) | bits(b)), min(a, b)); }
+inline F maximum(F a, F b) { return where(a == b, as_float(bits(a) & bits(b)), max(a, b)); }
+
+struct Larger {
+    I operator()(I a, I b) const { return max(a, b); }
+};
+struct Smaller {
+    I operator()(I a, I b) const { return min(a, b); }
+};
+// The larger (smaller) of what was found so far and x; of a ragged block, lanes from `end` on left out.
+template <bool RAGGED> inline I larger(I most, I x, int i, int end) {
+    if (RAGGED && i + W > end)
+        x = where(iota(i) < I(end), x, I(INT32_MIN));
+    return max(most, x);
+}
+template <bool RAGGED> inline I smaller(I least, I x, int i, int end) {
+    if (RAGGED && i + W > end)
+        x = where(iota(i) < I(end), x, I(INT32_MAX));
+    return min(least, x);
+}
+inline I largest(const I *rows) { return across(rows, Larger()); }
+inline I smallest(const I *rows) { return across(rows, Smaller()); }
+
+// N entries from the b-th N on, on their way to the first-level cache; a line once.  Any address may be asked for.
+template <int N, class T> inline void fetch(const T *p, int b) {
+    constexpr int size = N * (int)sizeof(T);
+    if (size % 64 == 0 || b * size % 64 == 0)
+        for (int at = 0; at < size; at += 64)
+            __builtin_prefetch((const char *)(p + (int64_t)b * N) + at);
+}
+
+// -- codes of fewer than 8 bits: a byte holds those of neighbours, the first one in its lowest bits
+
+// Codes are halved until they are as wide as wanted: compilers turn a loop of two into vectors, not one of eight (32
+// cycles for 16 codes of a bit or two, 4 this way).
+template <int BITS> inline void unpack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int most = 256, mask = (1 << BITS) - 1;
+    uint8_t room[most / 2];
+    for (int start = 0; start < count; start += most) {
+        const int pairs = (count - start < most ? count - start : most) / 2;
+        const uint8_t *pair = from + start * BITS / 8;
+        if constexpr (BITS < 4) {
+            unpack<2 * BITS>(room, pair, pairs);
+            pair = room;
+        }
+        for (int j = 0; j < pairs; j++) {
+            to[start + 2 * j] = (uint8_t)(pair[j] & mask);
+            to[start + 2 * j + 1] = (uint8_t)(pair[j] >> BITS & mask);
+        }
+    }
+}
+template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int n = 8 / BITS;
+    for (int j = 0; j < count / n; j++) {
+        int byte = 0;
+        for (int k = 0; k < n; k++)
+            byte |= (from[j * n + k] & ((1 << BITS) - 1)) << (k * BITS);  // codes may come with the bits above theirs
+        to[j] = (uint8_t)byte;
+    }
+}
+// What lies behind the end of a row is written as 0.
+template <int BLOCK> inline void no_codes(uint8_t *codes, int blocks, const int *live) {
+    for (int b = 0; live && b < blocks; b++)
+        memset(codes + b * BLOCK + live[b], 0, (size_t)(BLOCK - live[b]));
+}
+
+// -- gradients: the element type behind the pointer; a kernel reads them as F
+
+struct float32 {
+    typedef float stored;
+    static F load(const float *p) { return ::load(p); }
+};
+struct bfloat16 {
+    typedef uint16_t stored;
+    static F load(const uint16_t *p) { return widened(raw(p)); }
+};
+struct float16 {
+    typedef uint16_t stored;
+    static F load(const uint16_t *p) { return widen_half(raw(p)); }
+};
+
+// -- the walk
+
+// What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
+enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH, AXIS };
+
+struct Column {
+    int bytes;  // per entry
+    Kind kind;
+    bool written;
+};
+
+constexpr int SIZES_OF_TENSOR = 6;  // of a table row, behind its addresses
+
+// A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.  It may be a part of a larger
+// one: elements are numbered as they stand there, each row in whole blocks.
+struct Tensor {
+    const int64_t *at;  // an address for each column
+    int64_t numel, columns, blocks_per_row, blocks;
+    int64_t number;  // of the first element
+    int64_t pace;    // from a row to the next, in numbers
+    bool apart;      // rows do not follow one another in the numbers
+    int32_t stream_key;
+};
+
+template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
+
+// Where a column's entries of a block begin: by blocks, elements or packed eights.
+inline int64_t place_of(Kind kind, int64_t block, int64_t element, int64_t eighth) {
+    return kind == BLOCK_OF ? block : kind == EIGHTH ? eighth : element;
+}
+
+// A flat tensor is one long row.
+template <class Kernel> Tensor read_row(const int64_t *row) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK;
+    const int64_t wide = row[n + 5];
+    Tensor t;
+    t.at = row;
+    t.numel = row[n];
+    t.columns = row[n + 1];
+    t.pace = (wide + block - 1) / block * block;
+    t.number = row[n + 3] * t.pace + row[n + 4];
+    t.apart = t.columns != wide && t.columns != t.numel;
+    if (t.columns % block == 0 && !t.apart)
+        t.columns = t.numel;
+    t.blocks_per_row = t.columns ? (t.columns + block - 1) / block : 0;
+    t.blocks = t.columns ? t.numel / t.columns * t.blocks_per_row : 0;
+    t.stream_key = (int32_t)row[n + 2];
+    return t;
+}
+
+// The number of a block's first element.
+template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block) {
+    if (!t.apart)
+        return t.number + block * Kernel::BLOCK;
+    return t.number + block / t.blocks_per_row * t.pace + block % t.blocks_per_row * Kernel::BLOCK;
+}
+
+// Blocks [first, first + count) of a tensor that are not all whole, or too few for a tile: copied to a tile of their
+// own, behind `shift` empty ones; reductions leave out what a block lacks.
+template <class Kernel>
+void staged(const Tensor &t, int64_t first, int count, int shift, const float *scalars, int32_t step_key) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
+    int64_t start[most], eights[most];
+    int live[most];
+    for (int b = 0; b < count; b++) {
+        const int64_t row = (first + b) / t.blocks_per_row, lane = (first + b) % t.blocks_per_row * block;
+        start[b] = row * t.columns + lane;
+        eights[b] = row * ((t.columns + 7) / 8) + lane / 8;
+        live[b] = (int)(t.columns - lane < block ? t.columns - lane : block);
+    }
+    alignas(64) static thread_local char room[n][Kernel::TILE * 4];
+    char *at[n];
+    for (int c = 0; c < n; c++) {
+        const Column column = Kernel::COLUMNS[c];
+        const char *from = (const char *)t.at[c];
+        at[c] = room[c];
+        if (column.kind == BLOCK_OF) {
+            memcpy(room[c], from + first * column.bytes, (size_t)count * column.bytes);
+            continue;
+        }
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
+        memset(room[c], 0, (size_t)shift * size * column.bytes);
+        for (int b = 0; b < count; b++) {
+            char *to = room[c] + (size_t)(shift + b) * size * column.bytes;
+            const int n = packed ? (live[b] + 7) / 8 : live[b];
+            memcpy(to, from + (packed ? eights : start)[b] * column.bytes, (size_t)n * column.bytes);
+            memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
+        }
+    }
+    Kernel::tile(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
+    for (int c = 0; c < n; c++) {
+        const Column column = Kernel::COLUMNS[c];
+        if (!column.written)
+            continue;
+        char *to = (char *)t.at[c];
+        if (column.kind == BLOCK_OF) {
+            memcpy(to + first * column.bytes, room[c], (size_t)count * column.bytes);
+            continue;
+        }
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
+        for (int b = 0; b < count; b++)
+            memcpy(to + (packed ? eights : start)[b] * column.bytes, room[c] + (size_t)(shift + b) * size * column.bytes,
+                   (size_t)(packed ? (live[b] + 7) / 8 : live[b]) * column.bytes);
+    }
+}
+
+// Blocks [first, first + count) of a tensor, whole tiles where they lie flat in memory.
+template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count, const float *scalars, int32_t step_key) {
+    constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
+    const bool flat = t.columns == t.numel;
+    const int64_t end = first + count;
+    while (first < end) {
+        int64_t left = end - first, lane = first, start = first * block, packed = first * (block / 8);
+        int64_t whole_end = t.numel;
+        if (t.apart) {  // tiles of one row each
+            lane = first % t.blocks_per_row;
+            left = left < t.blocks_per_row - lane ? left : t.blocks_per_row - lane;
+            start = first / t.blocks_per_row * t.columns + lane * block;
+            packed = first / t.blocks_per_row * ((t.columns + 7) / 8) + lane * (block / 8);
+            whole_end = t.columns;
+        }
+        const int64_t number = number_of<Kernel>(t, first);
+        int now = (int)(left < most ? left : most), shift = 0;
+        // Elements that are not stored in blocks are counted one by one: whole registers, and whole eights that share
+        // a hash, need no copy.
+        constexpr int unit = W < 8 ? 8 : W;
+        if (block == 1) {
+            shift = (int)(number & 7);
+            if (shift)
+                now = now < 8 - shift ? now : 8 - shift;
+            else if (now >= unit)
+                now -= now % unit;
+        } else if ((flat || t.apart) && now > VECTOR) {
+            now -= now % VECTOR;
+        }
+        const bool whole = (flat || t.apart) && !shift &&
+                           (block == 1 ? now % unit == 0 : now % VECTOR == 0 && (lane + now) * block <= whole_end);
+        if (whole) {
+            char *at[n];
+            for (int c = 0; c < n; c++)
+                at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
+            Kernel::tile(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
+        } else {
+            staged<Kernel>(t, first, now, shift, scalars, step_key);
+        }
+        first += now;
+    }
+}
+
+// One step over all tensors.  Work is cut by tiles, evenly; a tile's bits do not depend on who computes it.
+template <class Kernel>
+int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
+    constexpr int most = Kernel::TILE / Kernel::BLOCK, row = width<Kernel>() + SIZES_OF_TENSOR;
+    int64_t tiles = 0;
+    for (int64_t k = 0; k < tensors; k++)
+        tiles += (read_row<Kernel>(table + k * row).blocks + most - 1) / most;
+    if (threads > tiles)
+        threads = tiles ? (int32_t)tiles : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#ifdef _OPENMP
+        const int64_t who = omp_get_thread_num(), all = omp_get_num_threads();
+#else
+        const int64_t who = 0, all = 1;
+#endif
+        int64_t low = tiles * who / all, high = tiles * (who + 1) / all;
+        for (int64_t k = 0; k < tensors && low < high; k++) {
+            const Tensor t = read_row<Kernel>(table + k * row);
+            const int64_t own = (t.blocks + most - 1) / most;
+            if (low < own) {
+                const int64_t stop = high < own ? high : own, end = stop * most < t.blocks ? stop * most : t.blocks;
+                walk<Kernel>(t, low * most, end - low * most, scalars, step_key);
+                low = stop;
+            }
+            low -= own;
+            high -= own;
+        }
+    }
+    return 0;
+}
+
+// What a kernel takes, for the host to compare with its tables: scalars, elements per block, columns, and of each
+// column the bytes per entry and of what it is one.
+template <class Kernel> const int32_t *layout() {
+    constexpr int n = width<Kernel>();
+    static int32_t out[3 + 2 * n] = {Kernel::SCALARS, Kernel::BLOCK, n};
+    for (int c = 0; c < n; c++) {
+        out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
+        out[4 + 2 * c] = Kernel::COLUMNS[c].kind;
+    }
+    return out;
+}
+
+// What the exported functions call; kernels of several stages have their own (stages.h).
+template <class Kernel, class = void> struct Runner {
+    static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
+        return run<Kernel>(table, tensors, scalars, step_key, threads);
+    }
+    static int32_t stages(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,
+                          int32_t begin, int32_t end) {
+        return begin == 0 && end == 1 ? step(table, tensors, scalars, step_key, threads) : 1;
+    }
+    static const int32_t *layout() { return ::layout<Kernel>(); }
+};
+
+}  // namespace
+
+#define OPTGEN_EXPORT                                                                                                 \
+    extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }             \
+    extern "C" __attribute__((visibility("default"))) const int32_t *optgen_layout() {                                \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::layout();                                                          \
+    }                                                                                                                 \
+    extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
+        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::step(table, tensors, scalars, step_key, threads);                  \
+    }                                                                                                                 \
+    extern "C" __attribute__((visibility("default"))) int32_t optgen_stages(                                          \
+        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,               \
+        int32_t begin, int32_t end) {                                                                                 \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::stages(table, tensors, scalars, step_key, threads, begin, end);    \
+    }

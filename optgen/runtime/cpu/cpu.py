@@ -1,0 +1,190 @@
+"""C++ kernels on CPU tensors: which one a bucket needs, its table, and the launch: one call for all its tensors.
+
+The exported function of a kernel (optgen/runtime/cpu/cpp/optgen.h):
+
+    int32_t optgen_step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads)
+
+table is a row of int64 per tensor, as `launch.rows` makes them.  Elements are divided evenly among the threads; their
+number does not change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import workspace
+from optgen.runtime.records import EIGHT, Field, Variant, dtype_name
+from optgen.runtime.records.join import Pair
+from optgen.runtime.work import staged
+from optgen.runtime.work.bucket import Bucket
+
+SERIAL = 64 * 1024
+"""Elements in all below which one thread does the work: starting a second takes as long as they do."""
+
+Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
+"""(address of the table, tensors, scalars, step key, threads) -> 0."""
+
+
+@functools.cache
+def source(plan: Pair) -> str | None:
+    """The C++ kernels of a pair: `kernels_cpp` of a module made in memory, else kernels.cpp in the package."""
+    text = getattr(plan.kernels, "kernels_cpp", None)
+    if isinstance(text, str):
+        return text
+    for folder in getattr(plan.kernels, "__path__", ()):
+        path = Path(folder) / "kernels.cpp"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def job(plan: Pair, kernel: str, grad: torch.dtype) -> native.Job:
+    """The library that holds one kernel of a plan, for gradients of that dtype."""
+    text = source(plan)
+    assert text is not None
+    name = dtype_name(grad)
+    return native.Job(f"{kernel}-{name}", text, (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={name}"))
+
+
+def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
+    """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why."""
+    jobs = [job(b.plan, b.variant.kernel_name, b.grad_dtype) for b in buckets]
+    return [
+        made if isinstance(made, native.Unavailable) else _function(made, bucket)
+        for made, bucket in zip(native.load(jobs), buckets, strict=True)
+    ]
+
+
+def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable:
+    """The step; Unavailable where the kernel was printed for other tables than those that were imported."""
+    layout = library.optgen_layout
+    layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
+    variant, said = bucket.variant, layout()
+    wanted = expected(variant, bucket.grad_dtype)
+    if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
+        return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.name} was imported")
+    function = library.optgen_stages if bucket.in_parts else library.optgen_step
+    function.restype = ctypes.c_int32
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    if bucket.in_parts:
+        function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
+    return function
+
+
+KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
+"""What a column has one entry for, as kernels number them; 8 more for partial results."""
+
+
+def _kind(space: str) -> int:
+    """Every tensor has a value of the model of its own."""
+    return KINDS.index("tensor" if space == "model" else space)
+
+
+def _kind_of(field: Field) -> int:
+    return KINDS.index("eight" if field.per == EIGHT else "block") if field.per > 1 else _kind(field.space)
+
+
+def expected(variant: Variant, grad: torch.dtype) -> list[int]:
+    """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
+    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
+    columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
+    columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
+    columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
+    return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A bucket's tensors as its kernel reads them; those without elements are left out.
+
+    rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (launch.rows)
+    elements  in all
+    room      what the rows point to beside the bucket's own tensors (steps of several stages)
+    """
+
+    rows: array[int]
+    width: int
+    elements: int
+    room: object = None
+
+    @property
+    def address(self) -> int:
+        return self.rows.buffer_info()[0]
+
+    @property
+    def tensors(self) -> int:
+        return len(self.rows) // self.width
+
+
+def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
+    """From the rows of `launch.rows` for tensors of that many fields."""
+    rows = array("q")
+    elements = 0
+    for line in lines:
+        numel = line[-6]
+        if numel:
+            rows.extend(line)
+            elements += numel
+    return Table(rows, fields + 8, elements)
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def threads(elements: int) -> int:
+    """As many as torch uses; one for little work, and in a forked process: OpenMP's threads did not come along,
+    and GNU's runtime would wait for them for ever."""
+    return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
+
+
+def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
+    """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
+    assert bucket.kernel is not None
+    if bucket.in_parts:
+        staged.run(runner(bucket, table, scalars, step_key))
+        return
+    given = (ctypes.c_float * len(scalars))(*scalars)
+    call(bucket.kernel, table, given, step_key)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> staged.Runner:
+    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
+    stages: Callable[..., int] | None = bucket.kernel
+    assert stages is not None
+    assert isinstance(table.room, workspace.Workspace)
+    given = (ctypes.c_float * len(scalars))(*scalars)
+    count = threads(table.elements)
+
+    def kernels(begin: int, end: int) -> None:
+        code = stages(table.address, table.tensors, given, step_key, count, begin, end)
+        if code:
+            raise RuntimeError(f"a C++ kernel refused its table (code {code})")
+
+    yield from staged.drive(bucket, table.room, scalars, kernels)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def call(step: Step, table: Table, scalars: ctypes.Array[ctypes.c_float], step_key: int) -> None:
+    code = step(table.address, table.tensors, scalars, step_key, threads(table.elements))
+    if code:
+        raise RuntimeError(f"a C++ kernel refused its table (code {code})")

@@ -1,0 +1,79 @@
+"""Steps of several stages on CPU tensors: their table, and the room that they work in.
+
+A row of the table (optgen/runtime/cpu/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
+sweeps; address of the dense copy or 0; address of what columns are made of or 0 (Workspace.axes); matrices, rows,
+columns of the last two dimensions; numel, columns, stream key; where it lies in the logical tensor (layout.Place).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from optgen.runtime.cpu.cpu import Table
+from optgen.runtime.layout import layout, workspace
+from optgen.runtime.layout.workspace import Workspace, matrices
+from optgen.runtime.records import Variant
+
+NARROW = 64
+"""Columns below which the matrices of a stack are walked as one long row: each of them is small, too."""
+
+
+def dense_copies(variant: Variant, shape: torch.Size) -> int:
+    """How many fp32 tensors of the parameter's shape the widest sweep fills, where it cannot sum as it goes; else 0.
+
+    That is where blocks straddle the rows of matrices, and in stacks of matrices with very short rows.
+    """
+    columns = matrices(shape)[2]
+    sweeps = [s for s in variant.stages if s.space == "elem" and s.matrices]
+    straddling = any(columns % s.block for s in sweeps)
+    if not sweeps or len(shape) < 3 or not (straddling or columns < NARROW):
+        return 0
+    from_elements = {t.name for t in workspace.reduced(variant)}
+    return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))
+
+
+def table(
+    variant: Variant,
+    shapes: Sequence[torch.Size],
+    streams: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    places: Sequence[layout.Place] | None = None,
+    dims: workspace.Dims = None,
+    old: Table | None = None,
+) -> Table:
+    """The table of a bucket's tensors; those whose logical tensors have no elements are left out.
+
+    columns   addresses of p, g and the fields, for each tensor
+    dims      what columns are made of, for each tensor
+    old       a table for the same shapes: its room is used again, because nothing in it outlives a step
+    """
+    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, dims)
+    out, elements = array("q"), 0
+    columns = [*columns, *room.columns, room.axes or [0] * len(shapes)]
+    places = places or [layout.place(shape) for shape in shapes]
+    for *addresses, shape, stream, place in zip(*columns, shapes, streams, places, strict=True):
+        if place.numel:
+            numel = math.prod(shape)
+            out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream, *place))
+            elements += numel
+    return Table(out, len(columns) + 12, elements, room)
+
+
+def make(variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims = None) -> Workspace:
+    """Room for the temps, the partial results, and where needed the dense copies of a bucket.
+
+    Its last column holds the addresses of the dense copies, 0 where there is none.
+    """
+    few = workspace.make(variant, shapes, torch.device("cpu"), dims)
+    copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
+    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
+    at, addresses = -(-dense.data_ptr() // 64) * 64, []
+    for count in copies:
+        addresses.append(at if count else 0)
+        at += -(-count * 4 // 64) * 64
+    return replace(few, columns=[*few.columns, addresses], dense=dense)

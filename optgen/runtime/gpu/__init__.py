@@ -1,0 +1,1 @@
+"""Triton: device functions that kernels share, the loops around their tiles, and launches."""

@@ -1,0 +1,160 @@
+"""Start one Triton kernel, and compile and load it before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.work.counting import Control
+
+
+def start(
+    kernel: Any,
+    programs: int,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """One launch of a kernel (table, work, scalars..., step key, constants...).
+
+    tables    its table, and its work items
+    which     the scalars that it takes, by position
+    step_key  None where it takes none; in a `Control` its value counts
+    """
+    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
+    if _roomier:
+        options = _roomier.get(_key(kernel, given, scalars, which, step_key, constants, options), options)
+    outer[(programs,)](*given, **told, **options)
+
+
+def load(
+    kernel: Any,
+    programs: int,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """What comes before the first launch that `start` makes with the same arguments: the kernel is compiled for the
+    current device and put there, unless that was done before.
+
+    Where it spills within the registers that its plan leaves it ("maxnreg"), or that the compiler takes for it, it is
+    compiled with more of them.
+    """
+    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
+    key = _key(kernel, given, scalars, which, step_key, constants, options)
+    if key in _loaded:
+        return
+
+    def spills(options: Mapping[str, Any]) -> int:
+        made = outer.warmup(*given, grid=(programs,), **told, **options)
+        getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
+        if not getattr(made, "n_spills", 0) or torch.version.hip is not None:  # AMD's compiler is told no limits
+            return 0
+        return int(made.n_regs)
+
+    fitting = without_spills(options, spills, options.get("num_warps", 4))
+    if fitting != options:
+        _roomier[key] = fitting
+    _loaded[key] = (outer, kernel)
+
+
+def without_spills(
+    options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], int], warps: int
+) -> dict[str, Any]:
+    """`options` with the least "maxnreg" at which a kernel does not spill, in steps of 8 registers below 128, where
+    they decide how many programs a processor holds, and of 16 from there on; without one where it spills at all that
+    a program of so many warps can have.
+
+    spills  compiles it that way, and says how many registers it takes where it spills, else 0
+
+    A compiler that is told no limit aims at a number of programs for each processor, and spills for one more: told
+    a step more than it took, it has room.  Steps are no longer: LAMB's first sweep under bnb8 fits in 208 and 216
+    registers on sm_90, and spills 8 bytes at 200 and from 224 on (Triton 3.9).
+    """
+    most = registers(warps)
+    free = {name: value for name, value in options.items() if name != "maxnreg"}
+    found = dict(options)
+    while taken := spills(found):
+        told = found.get("maxnreg")
+        step = 8 if (told or taken) < 128 else 16
+        limit = (told or taken // step * step) + step
+        if limit > most:
+            if found != free:
+                spills(free)
+            return free
+        found["maxnreg"] = limit
+    return found
+
+
+def registers(warps: int) -> int:
+    """The most registers of a thread that a program of so many warps can start with, on every device of NVIDIA's."""
+    return min(255, 65536 // (32 * warps))
+
+
+_loaded: dict[tuple[object, ...], Any] = {}
+"""Kernels that were loaded, kept so that their addresses stay theirs."""
+
+_roomier: dict[tuple[object, ...], dict[str, Any]] = {}
+"""The options of those that need more registers than they were planned with, or are given."""
+
+
+def _key(
+    kernel: Any,
+    given: Sequence[Any],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[object, ...]:
+    """Of all that decides what is compiled, and for which device."""
+    key = (id(kernel), given[0].device, *constants.items(), *options.items())
+    return (*key, *which, step_key is None) if isinstance(scalars, Control) else key
+
+
+def _call(
+    kernel: Any,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """(kernel, arguments, constants) of a launch: where its scalars stand on the device, of the kernel around it."""
+    if not isinstance(scalars, Control):
+        keyed = () if step_key is None else (step_key,)
+        return kernel, (*tables, *(scalars[k] for k in which), *keyed), constants
+    from optgen.runtime.gpu import controlled
+
+    around = {
+        "kernel": kernel,
+        "WHICH": tuple(which),
+        "KEYED": step_key is not None,
+        "CONSTANTS": _ordered(kernel, constants),
+    }
+    return controlled.controlled, (*tables, scalars.values, scalars.words), around
+
+
+def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the kernel's last arguments as `controlled` takes them; defaults too, of which Triton 3.6
+    makes constants only if they are numbers."""
+    import triton
+    import triton.language as tl
+
+    names, defaults = kernel.arg_names, kernel.fn.__defaults__ or ()
+    given = {**dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)), **constants}
+    taken = names[len(names) - len(given) :]
+    assert set(taken) == set(given), (names, constants)
+    # The interpreter hands a constant on as it is: a record that is one has no fields of its own.
+    plain = not isinstance(kernel, triton.JITFunction)
+    found = (given[name] for name in taken)
+    return tuple(value if plain and hasattr(value, "cache_key") else tl.constexpr(value) for value in found)

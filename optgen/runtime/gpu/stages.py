@@ -1,0 +1,473 @@
+"""Triton's launches of a step of several stages.
+
+All tensors of a bucket share one table (optgen.runtime.step.launch.stage_rows and, behind it, the addresses of dense
+operands), and every launch has a list of work items:
+
+    sweep                            (tensor, first tile), or (tensor, panel): matrix by matrix, 64 rows after
+                                     64 rows, from left to right
+    sweep over dense operands        the same of a tensor that no panels fit, and kernels that add the operands up
+    finish                           partial results become values
+    small work between two sweeps    (tensor, first matrix, end)
+
+Tables and room are kept while the shapes of a bucket's tensors are; where only addresses are new, only the table is
+made again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.gpu import compiled
+from optgen.runtime.layout import layout, workspace
+from optgen.runtime.records import Stage, Temp, Variant, sums
+from optgen.runtime.work import counting
+from optgen.runtime.work.bucket import Bucket
+
+WIDEST = 2**24
+"""Columns of the widest matrix whose panels are addressed by int32 from their first element."""
+
+SMALLEST = 4096
+"""Elements of the smallest of many matrices that are walked panel by panel."""
+
+FLAT_TILES = 16
+"""Tiles per work item of a sweep over dense operands."""
+
+ENTRIES = 4096
+"""Rows, or columns, of matrices that one program takes between two sweeps, where the tensor's are apart."""
+
+BETWEEN = 8
+"""Warps of the programs between two sweeps."""
+
+FINISHED = 256
+"""Values that a program finishes; lanes of columns."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One launch.
+
+    kernel     its name among the plan's kernels, or a kernel of the prelude
+    tables     its table and work items
+    programs   how many
+    scalars    which host scalars it takes; None: it takes none, and no step key either
+    key        whether the step key follows
+    constants  what is known when it is compiled
+    warps      per program
+    """
+
+    kernel: str | Any
+    tables: list[Tensor]
+    programs: int
+    scalars: tuple[int, ...]
+    key: bool
+    constants: dict[str, Any]
+    warps: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """The launches of a bucket's step, and what of it may be kept.
+
+    ends    after how many calls a stage and all before it are done, those that are functions of matrices not counted
+    lines   the tensors' rows of the table
+    own     aligned or not, each: what of the addresses the launches depend on
+    room    kept alive: the kernels know only its addresses
+    """
+
+    shapes: list[torch.Size]
+    streams: list[int]
+    places: list[layout.Place]
+    own: list[bool]
+    room: workspace.Workspace
+    dense: list[list[int]]
+    table: Tensor
+    dims: workspace.Dims
+    calls: list[Call] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+
+Places = Sequence[layout.Place] | None
+Now = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
+Rows = Callable[
+    [Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int], Places], list[list[int]]
+]
+
+
+def build(
+    bucket: Bucket,
+    kernels: ModuleType,
+    now: Now,
+    old: Plan | None,
+    rows: Rows,
+    panel_rows: int,
+) -> Plan:
+    """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
+
+    old         the launches of the step before
+    rows        makes the table
+    panel_rows  rows per tile of a panel
+    """
+    every, streams, columns, places, dims = now
+    places = places or [layout.place(shape) for shape in every]
+    live = [i for i, place in enumerate(places) if place.numel]
+    dims = dims and [dims[i] for i in live]
+    shapes, streams, places = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
+    columns = [[column[i] for i in live] for column in columns]
+    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
+    if old is not None and (old.shapes, old.streams, old.own, old.places, old.dims) == (
+        shapes, streams, own, places, dims
+    ):  # fmt: skip
+        # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
+        table = _table(rows(columns, old.room, shapes, streams, places), old.dense, bucket.device)
+        take(old, table)
+        return old
+    room = workspace.make(bucket.variant, shapes, bucket.device, dims)
+    room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, bucket.device))
+    maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
+    table = _table(rows(columns, room, shapes, streams, places), maker.dense, bucket.device)
+    made = Plan(shapes, streams, places, own, room, maker.dense, table, dims)
+    maker.make(made)
+    return made
+
+
+def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
+    """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
+    every, streams, columns, places, _ = now
+    places = places or [layout.place(shape) for shape in every]
+    live = [i for i, place in enumerate(places) if place.numel]
+    columns = [[column[i] for i in live] for column in columns]
+    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
+    if own != plan.own:
+        return None
+    of_live = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
+    made = rows(columns, plan.room, *of_live)
+    return [line + more for line, more in zip(made, plan.dense, strict=True)]
+
+
+def take(plan: Plan, table: Tensor) -> None:
+    """From now on the plan has another table of addresses."""
+    for call in plan.calls:
+        if call.tables[0] is plan.table:
+            call.tables[0] = table
+    plan.table = table
+
+
+def moved(plan: Plan, table: Tensor) -> Plan:
+    """A copy of a plan with another table of addresses."""
+    calls = [replace(x, tables=[table if t is plan.table else t for t in x.tables]) for x in plan.calls]
+    return replace(plan, table=table, calls=calls)
+
+
+def _table(lines: list[list[int]], dense: list[list[int]], device: torch.device) -> Tensor:
+    whole = [line + more for line, more in zip(lines, dense, strict=True)]
+    return torch.tensor(whole, dtype=torch.int64, device="cpu").to(device)
+
+
+class _Maker:
+    """Makes the calls of a plan, stage by stage."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        kernels: ModuleType,
+        shapes: list[torch.Size],
+        places: list[layout.Place],
+        own: list[bool],
+        room: workspace.Workspace,
+        device: torch.device,
+        panel_rows: int,
+        apart: bool,
+    ) -> None:
+        self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
+        self.places, self.apart = places, apart
+        self.room, self.device, self.panel_rows = room, device, panel_rows
+        self.sizes = [workspace.matrices(shape) for shape in shapes]
+        self.temps = {t.name: t for t in variant.temps}
+        reduced = [t.name for t in workspace.reduced(variant)]
+        self.values = {t.name: room.columns[i] for i, t in enumerate(variant.temps)}
+        self.partials = {name: room.columns[len(variant.temps) + i] for i, name in enumerate(reduced)}
+        self.operands: Tensor | None = None
+        self.dense = self._dense()
+        self.plan: Plan
+
+    def _fits(self, stage: Stage, i: int) -> bool:
+        """Whether a tensor's panels hold whole blocks, and are worth a program each."""
+        _, rows, columns = self.sizes[i]
+        if columns > WIDEST or len(self.shapes[i]) <= 2:
+            return columns <= WIDEST
+        return columns % stage.block == 0 and rows * columns >= SMALLEST
+
+    def _dense(self) -> list[list[int]]:
+        """Addresses of dense operands: room for each tensor that panels do not fit in every sweep."""
+        stages = [s for s in self.variant.stages if self._operands(s)]
+        count = max((1 + k for s in stages for k in self._operands(s).values()), default=0)
+        sizes = [
+            0 if all(self._fits(s, i) for s in stages) else math.prod(shape) for i, shape in enumerate(self.shapes)
+        ]
+        if sum(sizes) * count:
+            self.operands = torch.empty(sum(sizes) * count, dtype=torch.float32, device=self.device)
+        out, end = [], self.operands.data_ptr() if self.operands is not None else 0
+        for size in sizes:
+            out.append([end + k * 4 * size for k in range(count)])
+            end += count * 4 * size
+        return out
+
+    def _operands(self, stage: Stage) -> dict[str, int]:
+        """Reduction -> number of its dense operand."""
+        found: dict[str, int] = getattr(self.kernels, "DENSE", {}).get(stage.kernel, {})
+        return found
+
+    def make(self, plan: Plan) -> None:
+        """Adds the calls."""
+        self.plan = plan
+        if self.operands is not None:
+            plan.kept.append(self.operands)
+        if not self.shapes:
+            return
+        kernels = [s for s in self.variant.stages if s.space != "call"]
+        for _, level in groupby(kernels, key=lambda s: s.level):
+            stages = list(level)
+            if stages[0].space == "elem":
+                for stage in stages:
+                    self._sweep(stage)
+                    self._finish([self.temps[name] for name in stage.temps if name in self.partials])
+            else:
+                for k in range(len(stages)) if self.apart else (None,):
+                    self._between(stages, k)
+                    plan.ends += [len(plan.calls)] * (len(stages) if k is None else 1)
+                continue
+            plan.ends += [len(plan.calls)] * len(stages)
+
+    def _add(
+        self, kernel: str | Any, table: Tensor, work: Tensor, warps: int, constants: dict[str, Any],
+        scalars: tuple[int, ...] = (), key: bool = False,
+    ) -> None:  # fmt: skip
+        if work.shape[0]:
+            self.plan.calls.append(Call(kernel, [table, work], work.shape[0], scalars, key, constants, warps))
+
+    def _items(self, tensors: Sequence[int], counts: Sequence[int], step: int = 1) -> Tensor:
+        """int32 (items, 2): for the tensors, numbers below their counts."""
+        each = torch.tensor([-(-count // step) for count in counts], dtype=torch.int64, device="cpu")
+        tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64, device="cpu"), each)
+        before = torch.repeat_interleave(each.cumsum(0) - each, each)
+        number = (torch.arange(len(tensor), device="cpu") - before) * step
+        return torch.stack((tensor, number), dim=1).to(torch.int32).to(self.device)
+
+    def _small_table(self, lines: list[list[int]]) -> Tensor:
+        return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
+
+    def _sweep(self, stage: Stage) -> None:
+        if stage.matrices:
+            self._panels(stage)
+            self._gathered(stage)
+            return
+        tile = self.kernels.TILE[stage.kernel]
+        sums_up = any(name in self.partials for name in stage.temps)
+        per_item = sums.SEGMENT // tile if sums_up else 4
+        groups: dict[tuple[bool, bool], list[int]] = {}
+        for i, shape in enumerate(self.shapes):
+            rows, columns = layout.grid(shape)
+            ragged = columns % stage.block != 0 and rows > 1
+            if self.variant.stochastic:
+                ragged |= is_apart(rows * columns, columns, stage.block, self.places[i])
+            groups.setdefault((self.own[i], ragged), []).append(i)
+        for (aligned, ragged), tensors in groups.items():
+            counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
+            constants = {"TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned}
+            work = self._items(tensors, counts, per_item)
+            self._add(stage.kernel, self.plan.table, work, 1, constants | {"GRAD": None}, stage.scalars, True)
+
+    @staticmethod
+    def _tiles(shape: torch.Size, block: int, tile: int) -> int:
+        """Tiles of whole blocks, row by row."""
+        rows, columns = layout.grid(shape)
+        return -(-rows * -(-columns // block) // (tile // block))
+
+    def _panels(self, stage: Stage) -> None:
+        width = sums.panel_columns(stage.block)
+        groups: dict[bool, list[int]] = {}
+        for i, (_, _, columns) in enumerate(self.sizes):
+            if self._fits(stage, i):
+                groups.setdefault(self.own[i] and columns % 16 == 0, []).append(i)
+        for aligned, tensors in groups.items():
+            sizes = [self.sizes[i] for i in tensors]
+            counts = [
+                matrices * -(-height // sums.PANEL_ROWS) * -(-columns // width) for matrices, height, columns in sizes
+            ]
+            constants = {"ROWS": self.panel_rows, "ALIGNED": aligned, "GRAD": None}
+            work = self._items(tensors, counts)
+            warps = self.kernels.WARPS[stage.kernel]
+            if torch.version.hip is not None:
+                warps = max(warps // 2, 1)  # of 64 lanes
+            self._add(stage.kernel, self.plan.table, work, warps, constants, stage.scalars, True)
+
+    def _gathered(self, stage: Stage) -> None:
+        tensors = [i for i in range(len(self.shapes)) if not self._fits(stage, i)]
+        if not tensors:
+            return
+        tile = max(256, stage.block)
+        counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
+        work = self._items(tensors, counts, FLAT_TILES)
+        constants = {"TILES": FLAT_TILES, "GRAD": None}
+        self._add(f"{stage.kernel}_flat", self.plan.table, work, 1, constants, stage.scalars, True)
+        for name, k in self._operands(stage).items():
+            self._partials(stage, self.temps[name], k, tensors)
+
+    def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
+        """Partial results of a temp, from dense operands."""
+        from optgen.runtime.gpu import prelude
+
+        is_max = temp.reduction.endswith("max")
+        lines = [[self.dense[i][k], self.partials[temp.name][i], *self.sizes[i]] for i in tensors]
+        table = self._small_table(lines)
+        if temp.space == "col":
+            counts = [
+                matrices * -(-rows // sums.PANEL_ROWS) * -(-columns // FINISHED)
+                for matrices, rows, columns in (self.sizes[i] for i in tensors)
+            ]
+            work = self._items(range(len(tensors)), counts)
+            self._add(prelude.col_partials, table, work, 4, {"LANES": FINISHED, "MAX": is_max})
+            return
+        width = sums.panel_columns(stage.block)
+        groups: dict[int, list[int]] = {}
+        for j, i in enumerate(tensors):
+            groups.setdefault(_power_of_two(min(width, self.sizes[i][2])), []).append(j)
+        for lanes, some in groups.items():
+            counts = []
+            for j in some:
+                matrices, rows, columns = self.sizes[tensors[j]]
+                counts.append(-(-matrices * rows // 4) * -(-columns // width))
+            constants = {"PANEL": width, "LANES": lanes, "MAX": is_max}
+            self._add(prelude.row_partials, table, self._items(some, counts), 4, constants)
+
+    def _finish(self, temps: Iterable[Temp]) -> None:
+        """Partial results of temps become their values."""
+        from optgen.runtime.gpu import prelude
+
+        groups: dict[bool, list[list[int]]] = {}
+        for temp in temps:
+            for i, shape in enumerate(self.shapes):
+                matrices, rows, columns = self.sizes[i]
+                if temp.space == "row":
+                    sizes = [1, -(-columns // workspace.panel(self.variant, temp.name)), matrices * rows]
+                elif temp.space == "col":
+                    sizes = [matrices, -(-rows // sums.PANEL_ROWS), columns]
+                else:
+                    sizes = [0, workspace.partials(self.variant, temp, shape), 1]
+                if temp.space in ("row", "col") and not sizes[0] * sizes[2]:
+                    continue
+                line = [self.partials[temp.name][i], self.values[temp.name][i], *sizes]
+                groups.setdefault(temp.reduction.endswith("max"), []).append(line)
+        for is_max, lines in groups.items():
+            counts = [-(-max(outer, 1) * inner // FINISHED) for _, _, outer, _, inner in lines]
+            work = self._items(range(len(lines)), counts)
+            self._add(prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
+
+    def _between(self, stages: Sequence[Stage], only: int | None = None) -> None:
+        """All small work of a level in one launch, or one of its stages: sums over other ranks stand in between."""
+        one, done = ("tensor", "model"), stages if only is None else stages[only : only + 1]
+        whole = any(s.space in one for s in done)
+        whole |= any(self.temps[name].space in one for s in done for name in s.temps)
+        scalars = tuple(dict.fromkeys(k for s in stages for k in s.scalars))
+        groups: dict[int, list[list[int]]] = {}
+        for i, (matrices, rows, columns) in enumerate(self.sizes):
+            widest = max(rows, columns)
+            step = max(1, ENTRIES // max(widest, 1))
+            lanes = next((n for n in (4, 32) if widest <= n), 256)
+            lines = [[i, first, min(first + step, matrices)] for first in range(0, matrices, step)]
+            if whole:
+                lines = [[i, 0, matrices]]
+            groups.setdefault(lanes, []).extend(lines)
+        for lanes, lines in groups.items():
+            if not lines:
+                continue
+            work = torch.tensor(lines, dtype=torch.int32, device="cpu").to(self.device)
+            constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
+
+
+def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool:
+    """Whether a tensor's elements are not numbered one after the other, eights that share a hash side by side.
+
+    place   row and column of the first element in the logical tensor, columns of that
+    """
+    row, column, width = place[:3]
+    return (columns != width and numel != columns) or (block == 1 and (row * width + column) % 8 != 0)
+
+
+def _is_common(call: Call) -> bool:
+    """Whether the kernel has wide accesses without masks: what registers suffice is counted for these."""
+    return bool(call.constants.get("ALIGNED")) and not call.constants.get("RAGGED")
+
+
+def _power_of_two(n: int) -> int:
+    """The power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def run(
+    plan: Plan,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float] | counting.Control,
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+    begin: int = 0,
+    end: int | None = None,
+) -> None:
+    """The launches of stages [begin, end), by default of all, in order.
+
+    grad  Triton's dtype of the gradients
+    told  kernel -> what else the compiler is told of it where all its accesses are wide
+    """
+    ends = [0, *plan.ends]
+    for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
+        _call(compiled.start, call, kernels, grad, scalars, step_key, told)
+
+
+def load(
+    plan: Plan,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float] | counting.Control,
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+) -> None:
+    """Compiles the kernels of what `run` launches (compiled.load)."""
+    for call in plan.calls:
+        _call(compiled.load, call, kernels, grad, scalars, step_key, told)
+
+
+def _call(
+    does: Callable[..., None],
+    call: Call,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float] | counting.Control,
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+) -> None:
+    own = isinstance(call.kernel, str)
+    kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
+    constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
+    does(
+        kernel,
+        call.programs,
+        (call.tables[0], call.tables[1]),
+        scalars,
+        call.scalars,
+        step_key if call.key else None,
+        constants,
+        num_warps=call.warps,
+        enable_fp_fusion=False,
+        **(told(call.kernel) if own and _is_common(call) else {}),
+    )

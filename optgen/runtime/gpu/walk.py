@@ -1,0 +1,392 @@
+"""Walk the elements of a tensor tile by tile: the loops of every sweep that touches neither rows nor columns.
+
+A kernel is a tile function, which computes one tile, and a `Sweep`, which says what lies in memory and what is summed.
+A program does the tiles of one work item (see optgen.runtime.step.launch for `table` and `work`): pairs of full tiles
+without masks, then what is left.  Where rows end within a block, tiles count blocks row by row and every access is
+masked; where rows are parts of longer ones, elements are numbered row by row.
+
+A tile function takes pointers, places and masks of the elements (of blocks, of packed eights), their numbers if it
+draws random bits, sizes of the logical tensor, scalars, keys and MASKED, and returns a tuple of what is summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from optgen.runtime.gpu.prelude import down, fold, larger, missing, numbered, opaque, pointer
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The layout of a row of a kernel's table, and the terms that the kernel sums.
+
+    width       entries of a row
+    numel       the entry that is the number of elements; columns, the stream key and the place in the logical tensor
+                (row, column, columns) follow
+    buffers     (entry, dtype, kind) of each buffer: kind "" is one value per element, "block" one per block, "eight"
+                one word for eight packed codes, "one" one value per tensor; dtype None is the gradient's
+    block       elements of a storage block, 1: nothing is stored in blocks
+    parts       parts of a full tile that a masked tile has
+    counted     elements are numbered, for random bits
+    keys        "step", "stream": the keys that the tile function takes
+    tables      entries of tables of numbers in memory
+    extents     entries of sizes of the logical tensor
+    sums        (kind, entries of partial results) of each term: the "sum" or "max" of a value, the sum of its
+                "square" or of a "product" of two
+    strict      lanes and tiles are added in the order that every backend has
+    """
+
+    width: int
+    numel: int
+    buffers: tuple[tuple[Any, ...], ...]
+    block: int = 1
+    parts: int = 1
+    counted: bool = False
+    keys: tuple[str, ...] = ()
+    tables: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
+    sums: tuple[tuple[Any, ...], ...] = ()
+    strict: bool = False
+
+    @property
+    def cache_key(self) -> str:
+        """The record's part of the name under which Triton keeps a compiled kernel."""
+        return repr(self)
+
+    def count(self) -> int:
+        """Return how many buffers there are."""
+        return len(self.buffers)
+
+    def entry(self, i: int) -> int:
+        """Return the table entry of a buffer."""
+        return int(self.buffers[i][0])
+
+    def dtype(self, i: int, grad: Any) -> Any:
+        """Return the dtype of a buffer's values."""
+        return grad if self.buffers[i][1] is None else self.buffers[i][1]
+
+    def kind(self, i: int) -> str:
+        """Return what a buffer has one value for."""
+        return self.buffers[i][2] if len(self.buffers[i]) > 2 else ""
+
+    def of(self, i: int, elements: Any, blocks: Any, eights: Any) -> Any:
+        """Return the one of these offsets that counts for a buffer."""
+        return {"": elements, "block": blocks, "eight": eights, "one": 0}[self.kind(i)]
+
+    def packed(self) -> bool:
+        """Return True if codes share bytes."""
+        return any(self.kind(i) == "eight" for i in range(self.count()))
+
+    def takes(self, key: str) -> bool:
+        """Return True if the tile function takes that key."""
+        return key in self.keys
+
+    def many(self, name: str) -> int:
+        """Return how many `tables`, `extents` or `sums` there are."""
+        return len(getattr(self, name))
+
+    def place(self, name: str, i: int) -> int:
+        """Return the entry of one of `tables` or `extents`."""
+        return int(getattr(self, name)[i])
+
+    def factors(self, i: int) -> int:
+        """Return how many factors a term has, 1: it is no product."""
+        return 2 if self.sums[i][0] in ("square", "product") else 1
+
+    def factor(self, i: int, k: int) -> int:
+        """Return the position of a term's factor in what the tile function returns."""
+        before = sum(2 if kind == "product" else 1 for kind, *_ in self.sums[:i])
+        return before + (k if self.sums[i][0] == "product" else 0)
+
+    def largest(self, i: int) -> bool:
+        """Return True if a term is reduced to its maximum."""
+        return bool(self.sums[i][0] == "max")
+
+    def results(self, i: int) -> int:
+        """Return how many partial results a term has."""
+        return len(self.sums[i][1])
+
+    def result(self, i: int, j: int) -> int:
+        """Return the entry of a partial result."""
+        return int(self.sums[i][1][j])
+
+
+@triton.jit
+def pointers(row, SWEEP: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+    """The addresses of a tensor's buffers."""
+    out = ()
+    for i in tl.static_range(SWEEP.count()):
+        out = out + (pointer(row + SWEEP.entry(i), SWEEP.dtype(i, GRAD), ALIGNED),)
+    return out
+
+
+@triton.jit
+def sizes(row, SWEEP: tl.constexpr):
+    """The sizes of the logical tensor that the tile function computes with, as fp32."""
+    out = ()
+    for i in tl.static_range(SWEEP.many("extents")):
+        out = out + (tl.load(row + SWEEP.place("extents", i)).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def keys(row, SWEEP: tl.constexpr, step_key):
+    """The keys of the random bits, and the addresses of tables of numbers."""
+    out = ()
+    if SWEEP.takes("step"):
+        out = out + (step_key,)
+    if SWEEP.takes("stream"):
+        out = out + (tl.load(row + (SWEEP.numel + 2)).to(tl.int32),)
+    for i in tl.static_range(SWEEP.many("tables")):
+        out = out + (pointer(row + SWEEP.place("tables", i), tl.float32, True),)
+    return out
+
+
+@triton.jit
+def numbering(row, SWEEP: tl.constexpr):
+    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`.
+
+    Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
+    they hash once for eight elements.
+    """
+    pace = tl.load(row + (SWEEP.numel + 5))
+    lane = tl.load(row + (SWEEP.numel + 4))
+    if SWEEP.block > 1:
+        pace = (pace + (SWEEP.block - 1)) // SWEEP.block * SWEEP.block
+        lane = lane // SWEEP.block * SWEEP.block
+    return pace, tl.load(row + (SWEEP.numel + 3)) * pace + lane
+
+
+@triton.jit
+def further(buffers, SWEEP: tl.constexpr, elements, blocks):
+    """The addresses of what lies so many elements, or blocks, further on."""
+    out = ()
+    for i in tl.static_range(SWEEP.count()):
+        out = out + (buffers[i] + SWEEP.of(i, elements, blocks, elements // 8),)
+    return out
+
+
+@triton.jit
+def joined(total, terms, SWEEP: tl.constexpr, I: tl.constexpr):
+    """A total and term I of a tile as one."""
+    x = terms[SWEEP.factor(I, 0)]
+    if SWEEP.factors(I) == 2:
+        out = tl.fma(x, terms[SWEEP.factor(I, 1)], total)
+    elif SWEEP.largest(I):
+        out = larger(total, x)
+    else:
+        out = total + x
+    return out
+
+
+@triton.jit
+def walk(
+    table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The tiles of one work item."""
+    item = work + 2 * tl.program_id(0)
+    row = table + SWEEP.width * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    buffers = pointers(row, SWEEP, GRAD, ALIGNED)
+    given = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
+    if SWEEP.block == 1:
+        sums = _elements(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
+    else:
+        sums = _blocks(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
+    for i in tl.static_range(SWEEP.many("sums")):
+        if SWEEP.strict:
+            total = fold(tl.reshape(sums[i], [1, 256]), SWEEP.largest(i))
+        else:
+            total = _of_lanes(sums[i], SWEEP.largest(i))
+            rest = _of_lanes(sums[SWEEP.many("sums") + i], SWEEP.largest(i))
+            if SWEEP.largest(i):
+                total = larger(total, rest)
+            else:
+                total = total + rest
+        for j in tl.static_range(SWEEP.results(i)):
+            to = pointer(row + SWEEP.result(i, j), tl.float32, ALIGNED)
+            tl.store(to + first // TILES + tl.arange(0, 1), total)
+
+
+@triton.jit
+def _of_lanes(x, MAX: tl.constexpr):
+    """[1]: the sum of all values, or the largest."""
+    if MAX:
+        out = fold(tl.reshape(x, [1, x.numel]), True)
+    else:
+        out = tl.sum(tl.reshape(x, [1, x.numel]), 1)
+    return out
+
+
+@triton.jit
+def _nothing(SWEEP: tl.constexpr, full: tl.constexpr, few: tl.constexpr):
+    """Return the initial sums; in fast maths masked tiles, of shape `few`, have sums of their own."""
+    out = ()
+    for i in tl.static_range(SWEEP.many("sums")):
+        if SWEEP.strict:
+            out = out + (tl.full([256], missing(SWEEP.largest(i)), tl.float32),)
+        else:
+            out = out + (tl.full(full, missing(SWEEP.largest(i)), tl.float32),)
+    if not SWEEP.strict:
+        for i in tl.static_range(SWEEP.many("sums")):
+            out = out + (tl.full(few, missing(SWEEP.largest(i)), tl.float32),)
+    return out
+
+
+@triton.jit
+def _done(
+    sums, buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Do one tile; the sums with its terms."""
+    if SWEEP.many("sums") == 0:
+        tile(*buffers, *where, *live, *index, *given, MASKED)
+        out = sums
+    else:
+        terms = tile(*buffers, *where, *live, *index, *given, MASKED)
+        out = ()
+        for i in tl.static_range(len(sums)):
+            if SWEEP.strict:
+                x = terms[SWEEP.factor(i, 0)]
+                out = out + (down(sums[i], tl.reshape(x, [x.numel // 256, 256]), SWEEP.largest(i)),)
+            elif (i >= SWEEP.many("sums")) == MASKED:
+                out = out + (joined(sums[i], terms, SWEEP, i % SWEEP.many("sums")),)
+            else:
+                out = out + (sums[i],)
+    return out
+
+
+@triton.jit
+def _elements(
+    row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The tiles of an item where nothing is stored in blocks."""
+    LESS: tl.constexpr = TILE // SWEEP.parts
+    few = tl.arange(0, LESS)
+    numel = tl.load(row + SWEEP.numel)
+    sums = _nothing(SWEEP, [TILE], [LESS])
+    if SWEEP.counted:
+        pace, begin = numbering(row, SWEEP)
+    if SWEEP.counted and RAGGED:
+        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
+        columns = tl.load(row + (SWEEP.numel + 1))
+        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
+        for k in range(first * (TILE // LESS), end):
+            where = k * LESS + few
+            index = ((begin + where // columns * pace + where % columns).to(tl.int32),)
+            sums = _done(sums, buffers, (where,), (where < numel,), index, given, tile, SWEEP, True)
+    else:
+        at = tl.arange(0, TILE)
+        # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
+        origin = first * TILE
+        buffers = further(buffers, SWEEP, origin, origin)
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        if SWEEP.counted:
+            before = (begin // 8 * 8 + origin).to(tl.int32)
+        # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address.
+        for pair in range(count // (2 * TILE)):
+            start = opaque(pair) * (2 * TILE)
+            for odd in tl.static_range(2):
+                index = ()
+                if SWEEP.counted:
+                    index = (numbered(before + start + odd * TILE, at),)
+                here = further(further(buffers, SWEEP, start, start), SWEEP, odd * TILE, 0)
+                sums = _done(sums, here, (at,), (at,), index, given, tile, SWEEP, False)
+        # What is left, a last full tile too, by one more copy of the tile: the time of Triton's Coalesce pass grows
+        # with the cube of the copies, and was three quarters of what compiling took when there were five.
+        full = count // (2 * TILE) * 2
+        for part in range(tl.cdiv(count - full * TILE, LESS)):
+            # Addresses carried around the loop, one for every element, would spill.
+            start = full * TILE + opaque(part) * LESS
+            index = ()
+            if SWEEP.counted:
+                index = (numbered(before + start, few),)
+            here = further(buffers, SWEEP, start, start)
+            sums = _done(sums, here, (few,), (few < count - start,), index, given, tile, SWEEP, True)
+    return sums
+
+
+@triton.jit
+def _blocks(
+    row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The tiles of an item of whole blocks."""
+    BLOCK: tl.constexpr = SWEEP.block
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    FEW: tl.constexpr = (BLOCKS + SWEEP.parts - 1) // SWEEP.parts
+    few_blocks = tl.arange(0, FEW)
+    lanes = tl.arange(0, BLOCK)[None, :]
+    numel = tl.load(row + SWEEP.numel)
+    sums = _nothing(SWEEP, [BLOCKS, BLOCK], [FEW, BLOCK])
+    if SWEEP.counted:
+        pace, begin = numbering(row, SWEEP)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        columns = tl.load(row + (SWEEP.numel + 1))
+        per_row = (columns + (BLOCK - 1)) // BLOCK
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for k in range(first * (BLOCKS // FEW), end):
+            block = k * FEW + few_blocks
+            lane = (block % per_row * BLOCK)[:, None] + lanes
+            live_block = block < blocks
+            where = (block // per_row * columns)[:, None] + lane, block
+            live = (lane < columns) & live_block[:, None], live_block
+            if SWEEP.packed():
+                lane = (block % per_row * BLOCK)[:, None] + tl.arange(0, BLOCK // 8)[None, :] * 8
+                where = where + ((block // per_row * ((columns + 7) // 8))[:, None] + lane // 8,)
+                live = live + ((lane < columns) & live_block[:, None],)
+            index = ()
+            if SWEEP.counted:
+                number = (begin + block // per_row * pace + block % per_row * BLOCK).to(tl.int32)
+                index = (number[:, None] + lanes,)
+            sums = _done(sums, buffers, where, live, index, given, tile, SWEEP, True)
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * BLOCK + lanes
+        few = few_blocks[:, None] * BLOCK + lanes
+        places = at, at_block
+        few_places = few, few_blocks
+        if SWEEP.packed():
+            eights = tl.arange(0, BLOCK // 8)[None, :]
+            places = places + (at_block[:, None] * (BLOCK // 8) + eights,)
+            few_eights = few_blocks[:, None] * (BLOCK // 8) + eights
+            few_places = few_places + (few_eights,)
+        origin = first * TILE
+        buffers = further(buffers, SWEEP, origin, first * BLOCKS)
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        if SWEEP.counted:
+            before = (begin + origin).to(tl.int32)
+        for pair in range(count // (2 * TILE)):
+            # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the
+            # values; those of blocks have, where no random numbers are drawn.
+            now = opaque(pair)
+            start = now * (2 * TILE)
+            which = pair * (2 * BLOCKS)
+            if SWEEP.counted:
+                which = now * (2 * BLOCKS)
+            for odd in tl.static_range(2):
+                index = ()
+                if SWEEP.counted:
+                    index = (numbered(before + start + odd * TILE, at),)
+                here = further(further(buffers, SWEEP, start, which), SWEEP, odd * TILE, odd * BLOCKS)
+                sums = _done(sums, here, places, places, index, given, tile, SWEEP, False)
+        full = count // (2 * TILE) * 2
+        for part in range(tl.cdiv(count - full * TILE, FEW * BLOCK)):
+            part = opaque(part)
+            start = full * TILE + part * (FEW * BLOCK)
+            live = few < count - start, few_blocks * BLOCK < count - start
+            if SWEEP.packed():
+                live = live + (few_eights * 8 < count - start,)
+            index = ()
+            if SWEEP.counted:
+                index = (numbered(before + start, few),)
+            here = further(buffers, SWEEP, start, full * BLOCKS + part * FEW)
+            sums = _done(sums, here, few_places, live, index, given, tile, SWEEP, True)
+    return sums

@@ -1,0 +1,245 @@
+"""From (class, plan name) to what a rule is under a plan, and from a parameter to its variant.
+
+A generated class stands in a package with its rule's records; each plan is a package with its own, and the runtime
+joins them when they are first asked for.  A plan that the class was not built for is asked of `provider`, which the
+compiler registers where it is installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from optgen.runtime.records import Flag, Variant, dtype_name, in_blocks, join
+from optgen.runtime.records.join import Pair, Reference, RuleRecord
+from optgen.runtime.reference import stored
+
+provider: Callable[[type, str], Pair] | None = None
+"""(class, plan) -> pair, for plans that were not built ahead.  None: only plans that were built are known."""
+
+known: dict[tuple[type, str], Pair] = {}
+"""(class, plan) -> pair, of those that were built and asked for."""
+
+_made: dict[tuple[type, str, object], Pair] = {}
+
+PlanOption = str | Mapping[str, str] | None
+"""A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
+
+
+TRITON = "triton_kernels"
+
+FULL = "fp32_states"
+"""In the place of a plan's name: the plan of the group, as it keeps small tensors."""
+
+Label = str | int
+"""A parameter's name, or its position over all groups where it has none."""
+
+Recorded = tuple[tuple[Label, str], ...]
+"""The plans of single parameters, under "overrides" in their group: a plan's name, or FULL."""
+
+
+class Chosen(NamedTuple):
+    """What a parameter is kept under; tensors with fewer than `limit` elements take the variant for small ones."""
+
+    name: str
+    pair: Pair
+    limit: int
+
+    @property
+    def shown(self) -> str:
+        """As it is shown to users."""
+        return f"{self.name} (fp32 states)" if self.limit == sys.maxsize else self.name
+
+
+def generated_class(cls: type) -> Any:
+    """The class of the MRO that was generated: subclasses and wrappers may stand in modules of their own."""
+    for base in cls.__mro__:
+        if "PLANS" in vars(base):
+            return base
+    raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
+
+
+def has_records(cls: type) -> bool:
+    """Return True if the package of a generated class has the records of its rule: version 0.1 generated none."""
+    try:
+        return importlib.util.find_spec(f"{cls.__module__}.records") is not None
+    except ModuleNotFoundError:  # the class is in no package
+        return False
+
+
+def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
+    """The plan of a parameter of that dtype under a group's `plan` option."""
+    if isinstance(option, str):
+        return option
+    name = dtype_name(dtype)
+    if option is not None and name in option:
+        return option[name]
+    defaults: Mapping[str, str] = generated_class(cls).DEFAULT_PLAN
+    if name not in defaults:
+        known = ", ".join(defaults) or "none"
+        raise TypeError(f"{cls.__name__} has no plan for {name} parameters (it has for: {known})")
+    return defaults[name]
+
+
+def load(cls: type, plan: str) -> Pair:
+    """The rule of a class under a plan; ValueError with the way to build it where there is none."""
+    base = generated_class(cls)
+    if (base, plan) in known:
+        return known[base, plan]
+    if plan in base.PLANS and (found := _built(base, plan)) is not None:
+        return known.setdefault((base, plan), found)
+    if provider is not None:
+        if (base, plan, provider) not in _made:
+            _made[base, plan, provider] = provider(base, plan)
+        return _made[base, plan, provider]
+    close = difflib.get_close_matches(plan, base.PLANS, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"{base.__name__} has no plan {plan!r}: {guess}built are {', '.join(base.PLANS) or 'none'}; "
+        f"to build another: optgen build {base.SPEC} --plan {plan}"
+    )
+
+
+def _built(base: Any, plan: str) -> Pair | None:
+    """Return a class under a plan; None where a package of the two is missing."""
+    package = base.OWN_PLANS.get(plan, f"optgen.plans.{plan}")
+    names = importlib.util.resolve_name(package, base.__module__), f"{base.__module__}.{plan}"
+    try:
+        record, kernels = map(importlib.import_module, names)
+    except ModuleNotFoundError as error:
+        if error.name not in names:
+            raise
+        return None
+    functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
+    rules = importlib.import_module(f"{base.__module__}.records").RULES
+    return replace(joined(rules, record, kernels), reference=functions)
+
+
+def joined(rules: tuple[RuleRecord, ...], plan: ModuleType, kernels: ModuleType) -> Pair:
+    """Return the pair of a rule's records and a plan's package, with the kernels that were generated for the two."""
+    found = (v for v in join.variants(rules, plan.PLAN) if v.function in kernels.KERNELS)
+    variants = tuple(replace(v, **kernels.KERNELS[v.function]) for v in found)
+    name, wrong = plan.__name__.rpartition(".")[2], getattr(kernels, "DISCOURAGED", {})
+    return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, discouraged=wrong)
+
+
+def _functions(rule: str, plan: str, variant: Variant) -> Reference:
+    """Return the eager functions of a variant: its rule's under its plan's codecs."""
+    functions, codecs = importlib.import_module(rule), importlib.import_module(plan)
+    return Reference(
+        stored.step(variant, functions, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
+    )
+
+
+def triton(pair: Pair) -> ModuleType:
+    """The Triton kernels of a pair: an attribute of a module made in memory, else a submodule."""
+    assert pair.kernels is not None
+    found = getattr(pair.kernels, TRITON, None)
+    return found if isinstance(found, ModuleType) else importlib.import_module(f"{pair.kernels.__name__}.{TRITON}")
+
+
+@functools.lru_cache(maxsize=4096)
+def reference(pair: Pair, variant: Variant) -> Reference:
+    """The eager functions of a variant."""
+    assert pair.reference is not None
+    return pair.reference(variant)
+
+
+@functools.cache
+def has_triton(pair: Pair) -> bool:
+    """Return True if Triton kernels were generated."""
+    if isinstance(getattr(pair.kernels, TRITON, None), ModuleType):
+        return True
+    if pair.kernels is None or not hasattr(pair.kernels, "__path__"):
+        return False
+    return importlib.util.find_spec(f"{pair.kernels.__name__}.{TRITON}") is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def variant(
+    pair: Pair, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...], vector: bool = False
+) -> Variant:
+    """The variant for parameters of that dtype; `small` and `vector` (of fewer than two dimensions) fall back to the
+    variant for all."""
+    name, setting = dtype_name(dtype), dict(flags)
+    fitting = [
+        v for v in pair.variants if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
+    ]
+    for kind in (("small",) if small else ()) + (("vector",) if vector else ()) + ("",):
+        for v in fitting:
+            if kind == ("small" if v.small else "vector" if v.vector else ""):
+                return v
+    if name not in pair.dtypes:
+        built = ", ".join(pair.dtypes)
+        raise TypeError(f"plan {pair.name!r} was not built for {name} parameters (it was for: {built})")
+    raise ValueError(f"plan {pair.name!r} has no kernel for {name} parameters with {setting}")
+
+
+def at_step(pair: Pair, variant: Variant, flags: tuple[tuple[str, bool], ...]) -> Variant:
+    """The variant beside this one for flags that change from step to step."""
+    wanted = {**variant.flags, **dict(flags)}
+    if wanted == dict(variant.flags):
+        return variant
+    for v in pair.variants:
+        same = (v.param, v.small, v.vector) == (variant.param, variant.small, variant.vector)
+        if same and dict(v.flags) == wanted:
+            return in_blocks(v, variant.matrix) if isinstance(variant.matrix, int) else v
+    raise ValueError(f"plan {pair.name!r} has no kernel with {dict(flags)}")
+
+
+def at_steps(pair: Pair, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
+    """The variants beside this one for every setting of those flags that change from step to step, that of the usual
+    step first; flags of one hyper-parameter change together."""
+    following = [(flag.name, flag.every) for flag in flags if flag.every is not None]
+    intervals = dict.fromkeys(every for _, every in following)
+    for values in itertools.product((False, True), repeat=len(intervals)):
+        on = dict(zip(intervals, values, strict=True))
+        yield at_step(pair, variant, tuple((name, on[every]) for name, every in following))
+
+
+_tables: dict[int, tuple[object, Mapping[Label, str]]] = {}
+
+
+def own(group: Mapping[str, Any]) -> Mapping[Label, str]:
+    """The plans of single parameters in a group; empty where it has none.  TypeError for what is no record of them.
+
+    Asked for each parameter: a table is found by the identity of what is recorded, which is never changed in place.
+    """
+    recorded = group.get("overrides")
+    if not recorded:
+        return {}
+    known = _tables.get(id(recorded))
+    if known is None or known[0] is not recorded:
+        if not isinstance(recorded, (tuple, list)):
+            raise TypeError(
+                f"'overrides' of a parameter group: expected the record of what was decided, (name or position, plan) "
+                f"pairs, got {recorded!r:.80}; rules are given where parameters come in: overrides= of the optimizer, "
+                f"or a group in add_param_group"
+            )
+        if len(_tables) >= 256:
+            _tables.clear()
+        known = _tables[id(recorded)] = recorded, dict(recorded)
+    return known[1]
+
+
+def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:
+    """The plan of a parameter: its own, or that of its group for the dtype."""
+    asked = own(group).get(label) if label is not None else None
+    return resolved(cls, group.get("plan"), dtype, asked)
+
+
+def resolved(cls: type, option: PlanOption, dtype: torch.dtype, asked: str | None) -> Chosen:
+    """asked   the parameter's own plan, FULL, or None: none of its own"""
+    name = asked if asked is not None and asked != FULL else plan_name(cls, option, dtype)
+    pair = load(cls, name)
+    return Chosen(name, pair, sys.maxsize if asked == FULL else pair.small_numel)

@@ -1,0 +1,724 @@
+"""Parameters that lie over several ranks: DTensors, as fully_shard and tensor parallelism make them.
+
+Blocks, random bits and statistics belong to the logical tensor.  Each rank runs the ordinary kernels over its own part,
+and is told where that lies (layout.Place); states are DTensors of the parameter's mesh, placed as their shape allows.
+What a rule sums over a tensor is summed over the part first, then over the ranks that hold other parts.
+
+What ranks send one another follows from what all of them know: shapes, meshes, placements, plans, and who has a
+gradient, which is agreed on first wherever something will be sent.  So no rank waits for one that does not come.
+
+The geometry is that of torch.chunk, in which DTensor cuts a dimension: parts of equal size, the last ones shorter or
+empty.  Several mesh dimensions may cut one dimension, each what the one before it left.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import layout
+from optgen.runtime.records import Field, Matrix, Variant, dtype_name
+from optgen.runtime.records.join import Pair
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Span = tuple[int, int]
+"""Indices [start, stop) of one dimension."""
+
+Cuts = tuple[tuple[int, int] | None, ...]
+"""For each mesh dimension: (dimension that it cuts, pieces into which that falls first); None: all ranks have all."""
+
+NONE, TO_MAKE, MADE = range(3)
+"""What a rank has of a parameter: no gradient; one; one with which the parameter has made its step already."""
+
+ALIGNMENT = 64
+"""Bytes to which tensors are aligned in what ranks send one another."""
+
+
+def kind() -> type[DTensor] | None:
+    """The class of sharded tensors; None as long as nobody has imported it, so that there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def is_sharded(x: object) -> bool:
+    """Whether x is a DTensor."""
+    found = kind()
+    return found is not None and isinstance(x, found)
+
+
+def local(x: Any) -> Any:
+    """The part of a DTensor that is on this rank, without autograd; anything else as it is."""
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():
+        return waited(x.to_local())
+
+
+def waited(x: Any) -> Any:
+    """The result of a collective that may still be under way, which has no memory until then; all else as it is."""
+    wait = getattr(x, "wait", None)
+    return x if wait is None else wait()
+
+
+def locals_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A state, with the parts of its tensors that are on this rank."""
+    return {name: local(value) for name, value in entry.items()}
+
+
+# -- geometry --------------------------------------------------------------------------------------------
+
+
+def chunk(size: int, ranks: int, rank: int) -> Span:
+    """The part of `size` things that a rank gets.
+
+    >>> [chunk(7, 4, k) for k in range(4)], [chunk(5, 4, k) for k in range(4)]
+    ([(0, 2), (2, 4), (4, 6), (6, 7)], [(0, 2), (2, 4), (4, 5), (5, 5)])
+    """
+    width = -(-size // ranks)
+    start = min(rank * width, size)
+    return start, min(start + width, size)
+
+
+def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
+    """What the things [start, stop) of those that the spans hold, one after the other, are."""
+    begin = 0
+    for a, b in spans:
+        low, high = max(start - begin, 0), min(stop - begin, b - a)
+        if low < high:
+            yield a + low, a + high
+        begin += b - a
+
+
+def _cut(spans: Sequence[Span], ranks: int, rank: int, pieces: int) -> list[Span]:
+    """The part of the spans that a rank gets: of each of `pieces` equal parts of them."""
+    size = sum(b - a for a, b in spans)
+    found: list[Span] = []
+    for k in range(pieces):
+        start, stop = chunk(size, pieces, k)
+        low, high = chunk(stop - start, ranks, rank)
+        for a, b in _within(spans, start + low, start + high):
+            if found and found[-1][1] == a:
+                found[-1] = found[-1][0], b
+            else:
+                found.append((a, b))
+    return found
+
+
+@functools.lru_cache(maxsize=65536)
+def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...], cuts: Cuts) -> tuple[Span, ...]:
+    """What the rank at a coordinate of the mesh holds of each dimension; ValueError where that is no stretch of it."""
+    spans = [[(0, size)] for size in shape]
+    for ranks, rank, cut in zip(mesh, coordinate, cuts, strict=True):
+        if cut is not None:
+            dim, pieces = cut
+            spans[dim] = _cut(spans[dim], ranks, rank, pieces)
+    if any(len(found) > 1 for found in spans):
+        raise ValueError(
+            f"a tensor of shape {list(shape)} is cut unevenly by several mesh dimensions, so that ranks hold stretches "
+            f"of it that are apart: make the dimension a multiple of the ranks that share it"
+        )
+    return tuple(found[0] if found else (size, size) for found, size in zip(spans, shape, strict=True))
+
+
+def cuts_of(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Cuts:
+    """How placements cut a tensor; ValueError where one says that ranks hold summands."""
+    found: list[tuple[int, int] | None] = []
+    for ranks, placement in zip(mesh.shape, placements, strict=True):
+        if placement.is_partial():
+            raise ValueError(
+                f"its placement {placement} says that every rank holds a summand of it: redistribute it first"
+            )
+        dim = getattr(placement, "dim", None)
+        if placement.is_replicate() or dim is None or ranks == 1:
+            found.append(None)
+        else:
+            found.append((dim % ndim, int(getattr(placement, "split_factor", 1))))
+    return tuple(found)
+
+
+def _moved(placement: Any, dim: int | None) -> Any:
+    """The placement along another dimension; None: everywhere the same."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if dim is None or getattr(placement, "dim", None) is None:
+        return Replicate()
+    if hasattr(placement, "split_factor"):
+        return type(placement)(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+# Dimensions of the logical tensor that a value of a space has.
+_DIMS: Mapping[str, frozenset[str]] = {
+    "elem": frozenset({"lead", "row", "col"}),
+    "row": frozenset({"lead", "row"}),
+    "col": frozenset({"lead", "col"}),
+    "axis": frozenset({"lead", "col"}),
+    "mat": frozenset({"lead"}),
+    "tensor": frozenset(),
+    "model": frozenset(),
+}
+
+
+def role(dim: int, shape: torch.Size, matrix: Matrix) -> str:
+    """Whether a dimension counts rows of a rule's matrices ("row"), columns ("col") or matrices ("lead")."""
+    if len(shape) < 2:
+        return "col"
+    if matrix != "last":
+        return "row" if dim == 0 else "col"
+    return {len(shape) - 2: "row", len(shape) - 1: "col"}.get(dim, "lead")
+
+
+def reduced(space: str, source: str) -> frozenset[str]:
+    """The dimensions over which a value of a space sums those of another."""
+    return _DIMS[source] - _DIMS[space]
+
+
+class Layout:
+    """How a logical tensor lies over a mesh.
+
+    shape       of the logical tensor
+    here        what this rank holds of each dimension; None: it is not in the mesh
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> None:
+        self.mesh, self.placements, self.shape = mesh, placements, shape
+        self.cuts = cuts_of(mesh, placements, max(len(shape), 1))
+        self.mesh_shape = tuple(mesh.shape)
+        found = mesh.get_coordinate()
+        self.coordinate = None if found is None else tuple(found)
+        self.here = None if self.coordinate is None else self.at(self.coordinate)
+
+    def at(self, coordinate: tuple[int, ...]) -> tuple[Span, ...]:
+        """What the rank at a coordinate holds."""
+        return region(self.shape, self.mesh_shape, coordinate, self.cuts)
+
+    def dims(self) -> list[int]:
+        """The mesh dimensions that cut the tensor."""
+        return [m for m, cut in enumerate(self.cuts) if cut is not None]
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """One coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
+        return itertools.product(*(range(n) if c else (0,) for n, c in zip(self.mesh_shape, self.cuts, strict=True)))
+
+    def roles(self, matrix: Matrix) -> frozenset[str]:
+        """What is cut, as a rule sees it."""
+        return frozenset(role(cut[0], self.shape, matrix) for cut in self.cuts if cut is not None)
+
+    def groups(self, over: frozenset[str], matrix: Matrix) -> list[int]:
+        """The mesh dimensions whose ranks hold other parts of what is summed over those dimensions."""
+        return [m for m, c in enumerate(self.cuts) if c is not None and role(c[0], self.shape, matrix) in over]
+
+    def place(self, matrix: Matrix) -> layout.Place:
+        """Where this rank's part lies in the 2-D view."""
+        assert self.here is not None
+        whole = layout.place(layout.matrix_shape(matrix, self.shape))
+        if len(self.shape) < 2:
+            return whole._replace(column=self.here[0][0] if self.here else 0)
+        (top, _), *rest = self.here
+        (left, _), *deeper = rest
+        if isinstance(matrix, int):
+            return whole._replace(row=top // matrix)  # whole blocks, of all columns: see mode
+        behind = math.prod(self.shape[2:])
+        if any(span != (0, size) for span, size in zip(deeper, self.shape[2:], strict=True)):
+            return whole._replace(row=top, width=math.prod(b - a for a, b in rest))  # nothing is numbered: see problem
+        return whole._replace(row=top, column=left * behind)
+
+
+@functools.lru_cache(maxsize=65536)
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> Layout:
+    return Layout(mesh, placements, shape)
+
+
+def layout_of(x: DTensor) -> Layout:
+    """How a DTensor lies."""
+    return _layout(x.device_mesh, tuple(x.placements), x.shape)
+
+
+def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
+    """How a field of a parameter lies; gathered: all ranks have all of it."""
+    shape = torch.Size(layout.field_shape(field, of.shape))
+    ndim = len(of.shape)
+
+    def dim(cut: int) -> int | None:
+        if gathered:
+            return None
+        if field.space == "elem":
+            if field.per == 1:
+                return cut
+            return 0 if ndim >= 2 and cut == 0 else 1
+        kept = role(cut, of.shape, field.matrix)
+        if kept not in _DIMS[field.space]:
+            return None
+        return cut if field.matrix == "last" or ndim <= 2 else min(cut, 1)
+
+    placements = []
+    for placement in of.placements:
+        cut = getattr(placement, "dim", None)
+        placements.append(
+            _moved(placement, None if cut is None or placement.is_replicate() else dim(cut % max(ndim, 1)))
+        )
+    return _layout(of.mesh, tuple(placements), shape)
+
+
+def wrapped(part: Tensor, of: Layout) -> DTensor:
+    """The DTensor whose part on this rank is `part`."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(of.shape, device="meta").stride()
+    return DTensor.from_local(part, of.mesh, of.placements, run_check=False, shape=of.shape, stride=stride)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A DTensor parameter and its states, as parts and as they are kept.
+
+    gathered   whether all ranks keep all of the states
+    """
+
+    variant: Variant
+    layout: Layout
+    gathered: bool
+
+    @classmethod
+    def of(cls, p: Any, variant: Variant) -> Parts:
+        """ValueError where the parts are none that kernels can update."""
+        found = layout_of(p)
+        return cls(variant, found, mode(variant, found) == "gathered")
+
+    def field(self, f: Field) -> Layout:
+        """How a field lies."""
+        return field_layout(f, self.layout, self.gathered)
+
+    def weight(self, p: Any) -> Tensor:
+        """The weight that stands beside this rank's states: its part of it, or all of it."""
+        part: Tensor = local(p).detach()
+        if not self.gathered:
+            return part
+        wanted = Whole(self.layout, part)
+        gather([wanted])
+        assert wanted.found is not None
+        return wanted.found
+
+    def wrapped(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """A state made for `weight`, as it is kept: DTensors."""
+        fields = {f.name: f for f in self.variant.fields}
+        return {
+            name: wrapped(value, self.field(fields[name])) if name in fields else value for name, value in entry.items()
+        }
+
+    def taken(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank takes of a saved state: of DTensors that lie as its own, and of whole tensors; dense values
+        of states, too.  ValueError where one fits neither."""
+        fields = {f.name: f for f in self.variant.fields}
+        few = {f.owner: f for f in self.variant.fields if not f.wide}
+        out = {}
+        for name, value in entry.items():
+            own = [self.field(fields[name])] if name in fields else []
+            if name in self.variant.states:
+                dense = self.layout if name not in few else self.field(few[name])
+                own.append(dense if not self.gathered else _everywhere(dense))
+            out[name] = _part_here(name, value, own) if own and isinstance(value, Tensor) else value
+        return out
+
+    def assembled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The states among those that have a value for each element, whole: all ranks of the mesh have to ask."""
+        few = {f.owner for f in self.variant.fields if not f.wide}
+        wanted = {name: Whole(self.layout, value) for name, value in values.items() if name not in few}
+        gather(list(wanted.values()))
+        return {name: item.found for name, item in wanted.items() if item.found is not None}
+
+    def beside(self, name: str, value: Tensor) -> Tensor:
+        """What of a tensor of the parameter's shape, whole or a DTensor, stands beside `weight`; ValueError where it
+        has another shape or mesh."""
+        return _part_here(name, value, [_everywhere(self.layout) if self.gathered else self.layout])
+
+
+def _part_here(name: str, value: Tensor, own: Sequence[Layout]) -> Tensor:
+    """This rank's part of a whole tensor, or of a DTensor, in the first of these layouts that has its shape."""
+    of = next((x for x in own if x.shape == value.shape), None)
+    if of is None:
+        shapes = " or ".join(str(list(x.shape)) for x in own)
+        raise ValueError(f"{name}: expected a tensor of shape {shapes} over all ranks, got {list(value.shape)}")
+    if not is_sharded(value):
+        return part_of(value, of)
+    kept: Any = value
+    if kept.device_mesh != of.mesh:
+        raise ValueError(f"{name}: expected a tensor over {of.mesh}, got one over another mesh")
+    if tuple(kept.placements) != of.placements:
+        kept = kept.to(torch.int32) if kept.dtype == torch.int16 else kept  # no backend sends 16-bit integers
+        kept = kept.redistribute(placements=of.placements)
+    part: Tensor = local(kept).to(value.dtype)
+    return part
+
+
+def _everywhere(of: Layout) -> Layout:
+    """The same tensor where all ranks have all of it."""
+    return _layout(of.mesh, tuple(_moved(placement, None) for placement in of.placements), of.shape)
+
+
+def decode(
+    plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """layout.decode; of a DTensor: DTensors that lie as it does, or as the fields do that hold few values."""
+    if not is_sharded(p):
+        return layout.decode(plan, variant, p, entry, wanted)
+    parts = Parts.of(p, variant)
+    made = layout.decode(plan, variant, parts.weight(p), locals_of(entry), wanted)
+    few = {f.owner: f for f in variant.fields if not f.wide}
+    out: dict[str, Tensor] = {}
+    for name, value in made.items():
+        if name in few:
+            out[name] = wrapped(value, parts.field(few[name]))
+        else:
+            out[name] = wrapped(part_of(value, parts.layout).contiguous() if parts.gathered else value, parts.layout)
+    return out
+
+
+Mode = Literal["local", "gathered"]
+
+
+def mode(variant: Variant, of: Layout) -> Mode:
+    """How a parameter is stepped: in parts, or (vectors whose parts cut storage blocks) by every rank as a whole, with
+    states that all ranks have.  ValueError, saying what to do, where neither can be."""
+    blocks = frozenset(
+        {(f.per, f.width) for f in variant.fields if f.per > 1} | {(s.block, 1) for s in variant.stages if s.block > 1}
+    )
+    if isinstance(variant.matrix, int):
+        return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, variant.matrix)
+    stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
+    first = variant.needs_matrix and variant.matrix == "first"
+    return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first, variant.has_axes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: int) -> Mode:
+    """`mode` of a parameter of which `height` consecutive rows are one row of the rule's matrix."""
+    if {cut[0] for cut in cuts if cut is not None} - {0}:
+        raise ValueError(
+            "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "
+            "dimension 0, or leave it out of `blocks`"
+        )
+    ranks = math.prod(n for n, cut in zip(mesh, cuts, strict=True) if cut)
+    for coordinate in itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True))):
+        top, bottom = region(shape, mesh, coordinate, cuts)[0]
+        if top != bottom and (top % height or bottom % height):
+            raise ValueError(
+                f"a rank holds rows [{top}, {bottom}) of its {shape[0]}, which cuts a block of {height} rows: give it "
+                f"a number of `blocks` that is a multiple of the {ranks} ranks over which its rows lie, or leave it "
+                f"out of `blocks`"
+            )
+    return "local"
+
+
+@functools.lru_cache(maxsize=65536)
+def _mode(
+    shape: torch.Size,
+    mesh: tuple[int, ...],
+    cuts: Cuts,
+    blocks: frozenset[tuple[int, int]],
+    counted: bool,
+    stacked: bool,
+    first: bool,
+    axes: bool,
+) -> Mode:
+    dims = {cut[0] for cut in cuts if cut is not None}
+    if len(shape) > 2 and dims - {0}:
+        if stacked:
+            raise ValueError(
+                f"it is cut along dimension {max(dims)} of {len(shape)}, and this rule sums over rows or columns of "
+                f"the last two under a plan that rounds stochastically: shard it along dimension 0"
+            )
+        if first and axes and len(layout.column_dims("first", shape)) > 1:
+            raise ValueError(
+                f"it is cut along dimension {max(dims)} of {len(shape)}, and this plan keeps the largest element for "
+                f"each index of every dimension: shard it along dimension 0"
+            )
+        if dims - {0, 1} and (blocks or counted or first):
+            raise ValueError(
+                f"it is cut along dimension {max(dims)}, so that ranks hold no stretch of its flattened rows, along "
+                f"which this plan lays blocks or counts random bits: shard it along dimension 0 or 1, or use fp32"
+            )
+    if (
+        len(shape) > 2
+        and first
+        and 1 in dims
+        and shape[1] % math.prod(n for n, c in zip(mesh, cuts, strict=True) if c and c[0] == 1)
+    ):
+        raise ValueError("its dimension 1 is cut unevenly, and this rule keeps one value for each flattened column: "
+                         "shard it along dimension 0")  # fmt: skip
+    rows, columns = layout.grid(shape)
+    behind = math.prod(shape[2:])
+    ranges = (range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True))
+    for coordinate in itertools.product(*ranges):
+        here = region(shape, mesh, coordinate, cuts)
+        if len(shape) < 2 and not here:
+            continue
+        left, right = here[0] if len(shape) < 2 else (here[1][0] * behind, here[1][1] * behind)
+        for block, width in blocks:
+            whole = left == right or (left % block == 0 and (right % block == 0 or right == columns))
+            if whole:
+                # DTensor cuts the blocks' own tensor by itself: it has to come to the same parts.
+                own = (1 if len(shape) < 2 else rows, -(-columns // block) * width)
+                moved = tuple(None if c is None else (1 if len(shape) < 2 else min(c[0], 1), c[1]) for c in cuts)
+                found = region(torch.Size(own), mesh, coordinate, moved)[1]
+                whole = found == (left // block * width, -(-right // block) * width) or (
+                    left == right and found[0] == found[1]
+                )
+            if not whole and len(shape) < 2:
+                return "gathered"
+            if not whole:
+                ranks = math.prod(n for n, c in zip(mesh, cuts, strict=True) if c and c[0] == 1)
+                raise ValueError(
+                    f"a rank holds columns [{left}, {right}) of its {columns}, which cuts or shifts the blocks of "
+                    f"{block} columns that this plan stores: shard it along dimension 0, make its columns a multiple "
+                    f"of {ranks} x {block}, or use a plan without blocks (fp32, bf16_sr, split32, fp32_master)"
+                )
+    return "local"
+
+
+# -- what a bucket knows of a parameter of several ranks -------------------------------------------------
+
+
+@dataclass(slots=True)
+class Shard:
+    """A DTensor parameter in a bucket.
+
+    position  over all groups: the order in which ranks send
+    owner     the state that the optimizer keeps, of DTensors
+    whole     whether the kernels of this step see the whole logical tensor, and this rank keeps its part of the result
+    """
+
+    p: DTensor
+    layout: Layout
+    position: int
+    owner: dict[str, Any]
+    parts: Parts
+    whole: bool = False
+
+    @property
+    def gathered(self) -> bool:
+        return self.parts.gathered
+
+
+def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:
+    """The parts of a parameter and its gradient on this rank, laid out alike; TypeError for a gradient that is a plain
+    tensor, RuntimeError where a part is of another dtype than its DTensor says, or the two are of different shapes."""
+    if not is_sharded(g):
+        raise TypeError("it is a DTensor, but its gradient is not")
+    if g.device_mesh != p.device_mesh:
+        raise ValueError(f"it lies over {p.device_mesh}, its gradient over {g.device_mesh}")
+    if tuple(g.placements) != tuple(p.placements):
+        with torch.no_grad():
+            g = g.redistribute(placements=p.placements)
+    here: Tensor = local(p)
+    found: Tensor = local(g)
+    for which, whole, part in (("it", p, here), ("its gradient", g, found)):
+        if part.dtype is not whole.dtype:
+            raise RuntimeError(
+                f"{which} is a DTensor of {dtype_name(whole.dtype)}, but its part on this rank is "
+                f"{dtype_name(part.dtype)}: its .data was set, which changes the DTensor and not the part; convert "
+                f"models of DTensors with model.to(dtype), or before they are sharded"
+            )
+    if here.shape != found.shape or here.device != found.device:
+        raise RuntimeError(
+            f"its part on this rank is of shape {list(here.shape)} on {here.device}, that of its gradient of shape "
+            f"{list(found.shape)} on {found.device}: it was given other memory after backward"
+        )
+    return here, found
+
+
+# -- what ranks send one another -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Sum:
+    """Values of a part that become those of the tensor.
+
+    groups    (mesh, mesh dimension) of the ranks that hold the other parts
+    largest   whether the largest is wanted, not the sum
+    value     fp32, contiguous; written
+    """
+
+    position: int
+    groups: list[tuple[DeviceMesh, int]]
+    largest: bool
+    value: Tensor
+
+
+@dataclass(slots=True)
+class Whole:
+    """A part that is wanted whole: `found` is the tensor of all parts."""
+
+    layout: Layout
+    value: Tensor
+    found: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What a step waits for: sums over ranks, and tensors whole."""
+
+    sums: list[Sum] = field(default_factory=list)
+    wholes: list[Whole] = field(default_factory=list)
+
+
+def serve(exchanges: Iterable[Exchange]) -> None:
+    """One message per group of ranks for all sums, one for all largest values, one for all that is wanted whole."""
+    found = list(exchanges)
+    reduce([s for e in found for s in e.sums])
+    gather([w for e in found for w in e.wholes])
+
+
+def reduce(items: Sequence[Sum]) -> None:
+    """Adds up (or takes the largest of) what all ranks have; in place."""
+    import torch.distributed as dist
+
+    items = sorted(items, key=lambda item: item.position)
+    for depth in range(max((len(item.groups) for item in items), default=0)):
+        together: dict[tuple[str, bool, torch.device], tuple[Any, list[Tensor]]] = {}
+        for item in items:
+            if depth < len(item.groups):
+                mesh, dim = item.groups[depth]
+                group = mesh.get_group(dim)
+                key = group.group_name, item.largest, _sent_from(mesh, item.value.device)
+                together.setdefault(key, (group, []))[1].append(item.value)
+        for (_, largest, device), (group, values) in together.items():
+            flat = torch.cat([value.reshape(-1) for value in values]).to(device)
+            if largest:
+                ordered = _ordered(flat)
+                dist.all_reduce(ordered, dist.ReduceOp.MAX, group=group)
+                flat = _unordered(ordered)
+            else:
+                dist.all_reduce(flat, group=group)
+            for value, new in zip(values, torch.split(flat, [value.numel() for value in values]), strict=True):
+                value.copy_(new.view(value.shape))
+
+
+def _sent_from(mesh: DeviceMesh, device: torch.device) -> torch.device:
+    """Where a tensor is sent from: the mesh's devices, because its ranks may have no way between others (NCCL has none
+    between CPUs, where states that are offloaded lie); what has no memory stays so."""
+    return device if device.type in ("meta", mesh.device_type) else torch.device(mesh.device_type)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """fp32 as int32 in the same order, NaN above all: what is largest is then the same for every way of sending."""
+    bits = torch.where(x.isnan(), torch.nan, x).abs().view(torch.int32)
+    return torch.where((x < 0) & ~x.isnan(), -bits, bits)
+
+
+def _unordered(x: Tensor) -> Tensor:
+    size = x.abs().view(torch.float32)
+    return torch.where(x < 0, -size, size)
+
+
+def gather(items: Sequence[Whole]) -> None:
+    """Makes the tensors of all parts."""
+    import torch.distributed as dist
+
+    send = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # named anew in torch 2.13
+    together: dict[tuple[Any, tuple[int, ...], torch.device], list[Whole]] = {}
+    for item in items:
+        dims = tuple(item.layout.dims())
+        device = _sent_from(item.layout.mesh, item.value.device)
+        together.setdefault((item.layout.mesh, dims, device), []).append(item)
+    for (mesh, dims, device), some in together.items():
+        room = [_most(item.layout, item.value.element_size()) for item in some]
+        packed = torch.zeros(sum(room), dtype=torch.uint8, device=device)
+        for item, piece in zip(some, torch.split(packed, room), strict=True):
+            data = item.value.contiguous().reshape(-1).view(torch.uint8)
+            piece[: data.numel()].copy_(data)
+        for dim in dims:
+            group = mesh.get_group(dim)
+            out = torch.empty(mesh.size(dim) * packed.numel(), dtype=torch.uint8, device=device)
+            send(out, packed, group=group)
+            packed = out
+        pieces = packed.view(*(mesh.size(dim) for dim in reversed(dims)), sum(room))
+        begin = 0
+        for item, size in zip(some, room, strict=True):
+            item.found = torch.empty(item.layout.shape, dtype=item.value.dtype, device=item.value.device)
+            if len(dims) == 1 and item.layout.cuts[dims[0]] == (0, 1):
+                # Equal parts one after the other, but for the last one: no need to look at each.
+                data = pieces[:, begin : begin + _largest_part(item.layout) * item.value.element_size()].reshape(-1)
+                data = data[: item.found.numel() * item.value.element_size()].view(item.value.dtype)
+                item.found.copy_(data.view(item.found.shape))
+                begin += size
+                continue
+            for coordinate in item.layout.coordinates():
+                spans = item.layout.at(coordinate)
+                shape = [b - a for a, b in spans]
+                data = pieces[tuple(coordinate[dim] for dim in reversed(dims))][begin : begin + size]
+                data = data[: math.prod(shape) * item.value.element_size()].view(item.value.dtype).view(shape)
+                item.found[tuple(slice(a, b) for a, b in spans)] = data
+            begin += size
+
+
+@functools.lru_cache(maxsize=65536)
+def _largest_part(of: Layout) -> int:
+    return max(math.prod(b - a for a, b in of.at(c)) for c in of.coordinates())
+
+
+def _most(of: Layout, size: int) -> int:
+    """Bytes of the largest part, rounded up."""
+    return -(-_largest_part(of) * size // ALIGNMENT) * ALIGNMENT
+
+
+def part_of(whole: Tensor, of: Layout) -> Tensor:
+    """This rank's part of a whole tensor; a view."""
+    assert of.here is not None
+    return whole[tuple(slice(a, b) for a, b in of.here)]
+
+
+def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
+    """What the ranks of its mesh say of each parameter: NONE, TO_MAKE or MADE, the largest wins.
+
+    made   whether this rank has made the step already that it is asked for, which an error had broken off
+    One byte for each parameter goes around each mesh dimension, and the host waits for it.
+    """
+    import torch.distributed as dist
+
+    meshes: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        meshes.setdefault(p.device_mesh, []).append(i)
+    found = [NONE if p.grad is None else MADE if done else TO_MAKE for p, done in zip(params, made, strict=True)]
+    for mesh, some in meshes.items():
+        if mesh.get_coordinate() is None:
+            continue
+        have = torch.tensor([found[i] for i in some], dtype=torch.uint8, device="cpu").to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for i, has in zip(some, have.tolist(), strict=True):
+            found[i] = int(has)
+    return found
+
+
+def anywhere(found: bool, params: Iterable[Any]) -> bool:
+    """Whether it was found on any rank of the meshes over which these parameters lie: those have to ask as well."""
+    import torch.distributed as dist
+
+    for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
+        if mesh.get_coordinate() is not None:
+            have = torch.tensor([found], dtype=torch.uint8, device="cpu").to(mesh.device_type)
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            found = bool(have.item())
+    return found
+
+
+__all__ = [
+    "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
+    "gather", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "pair", "part_of", "reduce", "reduced",
+    "region", "role", "serve", "waited", "wrapped",
+]  # fmt: skip

@@ -1,0 +1,127 @@
+"""Room for what the stages of a step leave for one another: fp32 values, few beside the elements.
+
+For each temp of a variant and each tensor there is a vector of one value per row, column, matrix or tensor; for each
+temp that a sweep reduces, also its partial results (see sums.py): one value per row and panel of columns, per panel
+of rows and column, or per segment of the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import layout
+from optgen.runtime.records import Temp, Variant, sums
+
+ALIGNMENT = 64
+"""Bytes to which every vector is aligned."""
+
+
+def matrices(shape: torch.Size) -> tuple[int, int, int]:
+    """(matrices, rows, columns) of the last two dimensions; a tensor of fewer is one matrix of one row."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def entries(space: str, shape: torch.Size) -> int:
+    """fp32 values of a small space in a tensor of that shape; of one bf16 value per element, as many as hold them."""
+    if space == "elem":
+        return -(-math.prod(shape) // 2)
+    count, rows, columns = matrices(shape)
+    # Dimensions of two indices or more have no more of these in all than columns that they make.
+    few = {"row": count * rows, "col": count * columns, "axis": count * columns, "mat": count, "tensor": 1, "model": 1}
+    return few[space]
+
+
+def reduced(variant: Variant) -> tuple[Temp, ...]:
+    """The temps that sweeps reduce from elements, and that have partial results."""
+    return tuple(t for t in variant.temps if t.source == "elem")
+
+
+def panel(variant: Variant, temp: str) -> int:
+    """Columns of the panels in which the sweep that reduces to a temp sums rows."""
+    return next(sums.panel_columns(s.block) for s in variant.stages if s.space == "elem" and temp in s.temps)
+
+
+def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
+    """Partial results of a temp that a sweep reduces."""
+    count, rows, columns = matrices(shape)
+    if temp.space == "row":
+        return count * rows * -(-columns // panel(variant, temp.name))
+    if temp.space == "col":
+        return count * -(-rows // sums.PANEL_ROWS) * columns
+    block = next(s.block for s in variant.stages if s.space == "elem" and temp.name in s.temps)
+    grid_rows, grid_columns = layout.grid(shape)
+    return -(-grid_rows * -(-grid_columns // block) * block // sums.SEGMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Room for the tensors of a bucket.
+
+    memory    one fp32 tensor
+    columns   for each temp, then for each that a sweep reduces: the address for each tensor
+    offsets   the same as positions in `memory`
+    dense     further memory that `columns` point into
+    axes      for each tensor the address (in `dims`) of what its columns are made of, int64: how many dimensions, their
+              sum, each; () where that does not matter
+    numbers   tables of numbers that kernels look things up in
+    """
+
+    memory: Tensor
+    columns: list[list[int]]
+    offsets: list[list[int]]
+    dense: Tensor | None = None
+    axes: tuple[int, ...] = ()
+    dims: Tensor | None = None
+    numbers: tuple[Tensor, ...] = ()
+
+
+Dims = Sequence[tuple[int, ...]] | None
+"""For each tensor layout.column_dims; None where that does not matter."""
+
+
+def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None) -> Workspace:
+    """Room on a device, zeroed."""
+    unit = ALIGNMENT // 4
+    offsets: list[list[int]] = []
+    end = 0
+    for sizes in (
+        *([entries(t.space, shape) for shape in shapes] for t in variant.temps),
+        *([partials(variant, t, shape) for shape in shapes] for t in reduced(variant)),
+    ):
+        offsets.append([])
+        for size in sizes:
+            offsets[-1].append(end)
+            end += -(-size // unit) * unit
+    memory = torch.zeros(end + unit, dtype=torch.float32, device=device)
+    first = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+    shift = (first - memory.data_ptr()) // 4
+    columns = [[first + 4 * offset for offset in column] for column in offsets]
+    offsets = [[offset + shift for offset in column] for column in offsets]
+    if dims is None:
+        return Workspace(memory, columns, offsets)
+    said = [(len(one), sum(one), *one) for one in dims]
+    starts = itertools.accumulate((len(one) for one in said), initial=0)
+    told = torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu").to(device)
+    axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
+    return Workspace(memory, columns, offsets, None, axes, told)
+
+
+def numbers(kernels: ModuleType, variant: Variant, device: torch.device) -> tuple[Tensor, ...]:
+    """The tables of numbers that a variant's kernels read from memory, fp32, made once for a device."""
+    named: dict[str, tuple[tuple[float, ...], ...]] = getattr(kernels, "NUMBERS", {})
+    return tuple(_on(device, table) for table in named.get(variant.function, ()))
+
+
+@functools.lru_cache(maxsize=256)
+def _on(device: torch.device, table: tuple[float, ...]) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)

@@ -1,0 +1,1 @@
+"""Updates within backward, and states in host memory."""

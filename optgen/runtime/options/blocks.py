@@ -1,0 +1,154 @@
+"""Blocks of rows: `AdamMini(model.named_parameters(), blocks={"*.q_proj.weight": 32, "*.k_proj.weight": 8})`.
+
+A rule of `matrix="blocks"` has a statistic for each row of a matrix, unless its user says into how many blocks of
+consecutive rows a parameter falls (attention heads, say): then each block is one row.  A parameter of shape
+(rows, ...) in n blocks is seen as (n, elements of a block) by kernels, formats and random bits alike, so that it takes
+the steps of a parameter of that shape.
+
+What is asked for is decided once, when a parameter comes into the optimizer, and is recorded in its group under
+"blocks", by name (by position over all groups where parameters have no names).
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import plans
+from optgen.runtime.options import overrides
+from optgen.runtime.records import Variant, as_int, in_blocks
+
+Recorded = tuple[tuple[plans.Label, int], ...]
+"""Into how many blocks single parameters fall."""
+
+QUERIES = frozenset({"q_proj", "q_lin", "wq", "to_q", "query", "q"})
+KEYS = frozenset({"k_proj", "k_lin", "wk", "to_k", "key", "k"})
+FUSED = frozenset({"qkv_proj", "in_proj_weight", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv"})
+"""What models call the module (or weight) of queries, of keys, and of both with the values."""
+ADAPTERS = ("lora_", "hada_", "lokr_", "vera_", "oft_", "boft_", "ia3_")
+"""How adapters call their matrices, which stand below the module that they adapt: their rows are no heads."""
+
+
+def attention_heads(
+    named_parameters: Iterable[tuple[str, Tensor]], heads: int, kv_heads: int | None = None
+) -> dict[str, int]:
+    """`blocks` for a transformer: queries and keys fall into their heads, all else has a block for each row.
+
+    named_parameters  of the model
+    heads, kv_heads   of queries, and of keys where these are fewer
+    Weights have shape (heads * size of a head, inputs), as those of torch.nn.Linear.  Matrices of adapters such as
+    q_proj.lora_A are left out: they have a block for each row.  ValueError where no matrix is
+    called as those of queries or keys are, and where one makes queries, keys and values.
+    """
+    found: dict[str, int] = {}
+    for name, p in named_parameters:
+        parts = set(name.split("."))
+        if p.ndim < 2 or any(part.startswith(ADAPTERS) for part in parts):
+            continue
+        if parts & FUSED:
+            raise ValueError(
+                f"attention_heads: {name!r} makes queries, keys and values, whose blocks differ: say yourself how many "
+                f"heads of equal size it has, blocks={{{name!r}: ...}}"
+            )
+        if parts & QUERIES or parts & KEYS:
+            found[glob.escape(name)] = heads if parts & QUERIES or kv_heads is None else kv_heads
+    if not found:
+        raise ValueError(
+            f"attention_heads: no matrix is called as those of queries or keys are "
+            f"({', '.join(sorted(QUERIES | KEYS))}): write blocks={{pattern of names: heads}}"
+        )
+    return found
+
+
+class Rules(overrides.Rules):
+    """All entries of `blocks`."""
+
+    OPTION: ClassVar[str] = "blocks"
+    EXAMPLE: ClassVar[str] = "{'*.q_proj.weight': 32}"
+
+    def check(self, cls: type, rule: overrides.Rule) -> None:
+        """TypeError or ValueError for what is no number of blocks."""
+        rule.value = counted(rule.value, f"{self.owner}: blocks[{rule.shown}]")
+
+
+def counted(value: object, where: str) -> int:
+    """A number of blocks; TypeError or ValueError for what is none."""
+    count = None if isinstance(value, bool) else as_int(value)
+    if count is None:
+        raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
+    if count < 1:
+        raise ValueError(f"{where}: expected 1 block or more, got {count}")
+    return count
+
+
+def recorded(cls: type, value: Any) -> Recorded:
+    """What a group holds under "blocks", checked: (name or position, number) pairs."""
+    pairs = list(value) if isinstance(value, (list, tuple)) else None
+    if pairs is None or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs
+    ):
+        raise TypeError(
+            f"{cls.__name__}: blocks of a group must be a dict of rules, or (name or position, number of blocks) "
+            f"pairs, got {value!r:.80}"
+        )
+    return tuple((label, counted(count, f"{cls.__name__}: blocks of {label!r}")) for label, count in pairs)
+
+
+def decided(
+    cls: type, tensors: Sequence[Tensor], labels: Sequence[plans.Label], asked: Sequence[int | None]
+) -> Recorded:
+    """The record of a group: what was asked for its parameters.
+
+    ValueError for a parameter that cannot fall into so many blocks, and where two share a name but not the number.
+    """
+    overrides.refuse_ambiguous(f"{cls.__name__}: blocks", labels, asked)
+    found = []
+    for p, label, count in zip(tensors, labels, asked, strict=True):
+        if count is not None:
+            try:
+                height(p.shape, count)
+            except ValueError as error:
+                raise ValueError(f"{cls.__name__}: blocks: parameter {label!r} {error}") from None
+            found.append((label, count))
+    return tuple(found)
+
+
+def height(shape: torch.Size, count: int) -> int:
+    """Rows of each of so many blocks of a parameter of that shape; ValueError where there are no such."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"of shape {list(shape)} has no rows, and is one block as it is: name matrices only, as '*.weight' does"
+        )
+    if shape[0] % count:
+        raise ValueError(f"of shape {list(shape)} has {shape[0]} rows, which do not fall into {count} equal blocks")
+    return shape[0] // count
+
+
+_tables: dict[int, tuple[object, Mapping[plans.Label, int]]] = {}
+"""By the identity of what is recorded, which is never changed in place: asked for each parameter at each step."""
+
+
+def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
+    """Into how many blocks single parameters of a group fall; empty where none is said to.  TypeError for what is no
+    record."""
+    given = group.get("blocks") if cls.BLOCKS else None
+    if not given:
+        return {}
+    known = _tables.get(id(given))
+    if known is None or known[0] is not given:
+        if len(_tables) >= 256:
+            _tables.clear()
+        known = _tables[id(given)] = given, dict(recorded(cls, given))
+    return known[1]
+
+
+def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:
+    """The variant for a parameter in so many blocks; None: in those that its rule says.  ValueError as of `height`."""
+    if count is None or not variant.needs_matrix or not p.numel():
+        return variant
+    rows = height(p.shape, count)
+    return variant if rows == 1 else in_blocks(variant, rows)

@@ -1,0 +1,213 @@
+"""The options of a parameter group: checked and coerced where they enter, read again at every step."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import plans
+from optgen.runtime.options import blocks, overrides
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys
+from optgen.runtime.records.warn import warn
+
+BACKENDS = ("auto", "reference", "triton", "cpp")
+
+IGNORED = frozenset({"foreach"})
+"""torch's choice among its own implementations: accepted in a group, without effect."""
+
+REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
+
+OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "format"})
+"""Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
+
+RUNNING = ("capturable", "fused", "offload")
+"""How a step is made, not what it makes.  A group has these keys only where they were asked for."""
+
+ENTRIES, BESIDE = "own_entries", "own_keys"
+"""Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
+them: so these are told from what is of another rule or plan, or damaged."""
+
+UNNAMED = "unnamed"
+"""Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
+that have them."""
+
+FOREIGN = frozenset({"params", "backend", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
+"""Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
+
+
+def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The coerced options among a group's keys; TypeError or ValueError where one is out of its range."""
+    owner = cls.__name__
+    found: dict[str, Any] = {}
+    hypers: Sequence[Hyper] = cls.HYPERS
+    flags: Sequence[Flag] = cls.FLAGS
+    for name in RUNNING:
+        if group.get(name) is not None:
+            found[name] = _switch(group[name], name, owner)
+    if found.get("capturable") and (changing := [flag for flag in flags if flag.every is not None]):
+        raise ValueError(
+            f"{owner} does not support capturable=True: every {changing[0].every} steps it does something else, "
+            f"and a CUDA graph repeats one step"
+        )
+    if found.get("fused") and group.get("foreach"):
+        raise ValueError(f"{owner}: fused and foreach cannot both be True, as in torch")
+    for hyper in hypers:
+        if hyper.name in group:
+            found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
+    for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
+        if name in group:
+            found[name] = _switch(group[name], name, owner)
+    for flag in flags:
+        flag.check({**group, **found}, owner)
+    if "seed" in group:
+        seed = as_int(group["seed"])
+        if seed is None:
+            raise TypeError(f"{owner}: seed must be an int, got {group['seed']!r}")
+        found["seed"] = seed
+    if "backend" in group:
+        if group["backend"] not in BACKENDS:
+            raise ValueError(f"{owner}: backend must be one of {', '.join(BACKENDS)}, got {group['backend']!r}")
+        found["backend"] = group["backend"]
+    if "plan" in group:
+        found["plan"] = _plan(cls, group["plan"])
+    if _said(group, "overrides"):
+        found["overrides"] = overrides.recorded(cls, group["overrides"])
+    if cls.BLOCKS and _said(group, "blocks"):
+        found["blocks"] = blocks.recorded(cls, group["blocks"])
+    if _said(group, "streams"):
+        found["streams"] = keys.recorded(group["streams"], owner)
+    for name, reason in REFUSED.items():
+        if _said(group, name):
+            raise ValueError(f"{owner} does not support {name}={group[name]!r:.80}: {reason}")
+    return found
+
+
+def check_again(cls: Any, group: Mapping[str, Any]) -> None:
+    """Errors of `check` for what a user put into a group since, of the options that no step reads through a check of
+    its own; a step that is not like the one before asks, for each group."""
+    switches = ("maximize", *[flag.name for flag in flags_declared(cls) if not flag.derived])
+    if type(group["seed"]) is not int or not all(type(group[name]) is bool for name in switches):
+        check(cls, group)
+
+
+def _said(group: Mapping[str, Any], name: str) -> bool:
+    """Whether an option is there and not empty or off; a tensor, which may have no truth, never is."""
+    value = group.get(name)
+    return isinstance(value, torch.Tensor) or bool(value)
+
+
+def _switch(value: object, name: str, owner: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
+
+
+def _plan(cls: Any, option: object) -> plans.PlanOption:
+    """A plan option whose plans all exist."""
+    if option is None:
+        return None
+    if isinstance(option, str):
+        plans.load(cls, option)
+        return option
+    if isinstance(option, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in option.items()):
+        for dtype, name in option.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                want = "use float32, bfloat16 or float16"
+                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}; {want}")
+            plans.load(cls, name)
+        return dict(option)
+    raise TypeError(
+        f"{cls.__name__}: plan must be a plan's name, names by parameter dtype ({{'bfloat16': ...}}), or None, "
+        f"got {option!r}"
+    )
+
+
+def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -> plans.PlanOption:
+    """The plan option with the defaults filled in for the trainable dtypes, so that a checkpoint says which
+    plan its states have even where the defaults of a later build differ."""
+    dtypes = list(dict.fromkeys(p.dtype for p in params if p.requires_grad))
+    for dtype in dtypes:
+        plan = plans.load(cls, plans.plan_name(cls, option, dtype))
+        if dtype_name(dtype) not in plan.dtypes:
+            plans.variant(plan, dtype, False, ())  # raises, saying what the plan was built for
+    if isinstance(option, str) or not dtypes:
+        return option
+    names = {dtype_name(dtype): plans.plan_name(cls, option, dtype) for dtype in dtypes}
+    return (
+        next(iter(names.values())) if option is None and len(set(names.values())) == 1 else {**(option or {}), **names}
+    )
+
+
+def flags_declared(cls: Any) -> Sequence[Flag]:
+    flags: Sequence[Flag] = cls.FLAGS
+    return flags
+
+
+def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> tuple[tuple[str, bool], ...]:
+    """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given."""
+    setting = []
+    for flag in cls.FLAGS:
+        if flag.every is not None:
+            setting.append((flag.name, False))
+            continue
+        if flag.shape is not None:
+            if shape is not None:
+                setting.append((flag.name, bool(flag.shape(shape))))
+            continue
+        on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
+        setting.append((flag.name, on))
+    return tuple(setting)
+
+
+def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, bool], ...]:
+    """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1."""
+    setting = []
+    for flag in flags_declared(cls):
+        if flag.every is not None:
+            value = as_float(group[flag.every])
+            interval = int(value) if value is not None and math.isfinite(value) else 0
+            if interval < 1 or interval != value:
+                raise ValueError(f"{cls.__name__}: {flag.every} must be a whole number >= 1, got {group[flag.every]!r}")
+            setting.append((flag.name, step % interval == 0))
+    return tuple(setting)
+
+
+def _nonzero(value: Any) -> bool:
+    return any(part != 0 for part in value) if isinstance(value, (tuple, list)) else bool(value != 0)
+
+
+def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
+    """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
+    known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
+    known += ["maximize", *sorted(OWN)]
+    for key in group:
+        if key in known or key in FOREIGN or key == "param_names":
+            continue
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if close:
+            warn(f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?", cls)
+
+
+def in_plain_numbers(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, Python's floats where a schedule gave it NumPy's: a file of these could not be
+    loaded without running code."""
+    return {hyper.name: _plain_number(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in group}
+
+
+def _plain_number(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain_number, value))
+    if type(value) in (bool, int, float) or isinstance(value, Tensor):
+        return value
+    number = as_float(value)
+    return value if number is None else number
+
+
+def set_missing(group: MutableMapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, value in defaults.items():
+        group.setdefault(key, value)

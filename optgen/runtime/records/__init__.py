@@ -1,0 +1,488 @@
+"""What a generated package tells the runtime about itself: plain records, no behaviour of their own.
+
+A generated class lists its `Hyper`s and `Flag`s; each of its plan modules lists its `Variant`s: one kernel
+each, chosen by the parameter's dtype, its size and the flags of its group.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:  # the build reads records, and importing torch takes a second
+    import torch
+
+    from optgen.runtime.records.scalars import Scalar
+
+HostFunction = Callable[..., tuple[float, ...]]
+
+ROUNDING = 1e-12
+"""How far below 0 a number may be that should be 0.  Schedules that multiply their way down, in fp64, miss 0 by some
+roundings of where they began: by 1e-20 from a rate of 3e-4, by 1e-14 after hundreds of steps from 1.  Nothing that is
+meant is as small: a rate of that size moves no weight."""
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor; there is none where torch was not imported."""
+    found = sys.modules.get("torch")
+    return found is not None and isinstance(value, found.Tensor)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter: a number, or a tuple of numbers (`betas`), each within the range."""
+
+    name: str
+    default: float | tuple[float, ...]
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @property
+    def range(self) -> str:
+        """The range in words, "" where any number will do."""
+        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    def check(
+        self, value: object, owner: str, tensors: bool = False
+    ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...]:
+        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor (schedulers
+        fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is its default,
+        as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the
+        range."""
+        if isinstance(self.default, tuple):
+            if _is_tensor(value) and value.ndim == 1:
+                value = value.unbind() if tensors else value.tolist()
+            if not isinstance(value, Sequence) or isinstance(value, str):
+                raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
+            if len(value) != len(self.default):
+                raise ValueError(
+                    f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
+                )
+            parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
+            numbers = [self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts)]
+            return tuple(
+                part if tensors and _is_tensor(part) else number
+                for part, number in zip(parts, numbers, strict=True)
+            )
+        number = self._one(value, self.name, owner)
+        return value if _is_tensor(value) and (tensors or self.name == "lr") else number
+
+    def _one(self, value: object, name: str, owner: str) -> float:
+        number = as_float(value)
+        if number is None:
+            raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
+        if self._allows(number):
+            return number
+        if self._is_almost_zero(number):
+            return 0.0
+        raise ValueError(f"{owner}: {name} must be {self.range or 'a number'}, got {number!r}")
+
+    def read(self, value: object) -> float | tuple[float, ...]:
+        """The current value of the option, which schedulers may have set to anything number-like."""
+        if isinstance(self.default, tuple):
+            return tuple(self._read_one(part) for part in self._parts(value))
+        return self._inside(value) if type(value) is float else self._read_one(value)
+
+    def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
+        """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
+        if isinstance(self.default, tuple):
+            return tuple(self._read_one_on(part, device) for part in self._parts(value))
+        return self._read_one_on(value, device)
+
+    def _parts(self, value: object) -> Sequence[object]:
+        """The numbers of a tuple, as many as there are to be; errors are those of its group."""
+        assert isinstance(self.default, tuple)
+        if _is_tensor(value) and value.ndim == 1:
+            value = value.unbind()
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
+        if len(value) != len(self.default):
+            raise ValueError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
+        return value
+
+    def _read_one_on(self, value: object, device: torch.device) -> Scalar:
+        if _is_tensor(value) and value.device == device and value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(()).double()
+        return self._read_one(value)
+
+    def _read_one(self, value: object) -> float:
+        number = as_float(value)
+        if number is None:
+            raise TypeError(f"{self.name} must be a number, got {value!r}")
+        return self._inside(number)
+
+    def _inside(self, number: float) -> float:
+        """`number`, or ValueError: a schedule or a user set what the constructor would have refused."""
+        if self._allows(number):
+            return number
+        if self._is_almost_zero(number):
+            return 0.0
+        raise ValueError(f"{self.name} must be {self.range or 'a number'}, got {number!r}")
+
+    def _is_almost_zero(self, number: float) -> bool:
+        """Whether it is a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""
+        return self.ge == 0.0 and -ROUNDING <= number < 0.0 and self._allows(0.0)
+
+    def _allows(self, number: float) -> bool:
+        return (
+            not math.isnan(number)
+            and (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+
+
+def as_float(value: object) -> float | None:
+    """`value` as a Python float: real numbers of any kind and one-element tensors; None for all else, and for integers
+    beyond the range of a float."""
+    if _is_tensor(value):
+        return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, (str, bytes, complex)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def as_int(value: object) -> int | None:
+    """`value` as a Python int where it is one (NumPy's too), else None."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
+    what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter.
+
+    needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
+    """
+
+    name: str
+    default: bool = False
+    nonzero: str | None = None
+    needs: str | None = None
+    excludes: str | None = None
+    shape: Callable[[tuple[int, ...]], bool] | None = None
+    every: str | None = None
+
+    @property
+    def derived(self) -> bool:
+        """Whether no constructor argument sets it."""
+        return self.nonzero is not None or self.shape is not None or self.every is not None
+
+    def check(self, group: Mapping[str, Any], owner: str) -> None:
+        """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
+        if self.derived or not group.get(self.name):
+            return
+        if self.needs is not None and self.needs in group and group[self.needs] == 0:
+            raise ValueError(f"{owner}: {self.name}=True needs {self.needs}, which is 0")
+        if self.excludes is not None and self.excludes in group and group[self.excludes] != 0:
+            raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
+
+
+Matrix = str | int
+"""Whose rows and columns a rule reduces: "last", those of the last two dimensions; "first", of dimension 0 against the
+rest; a number, likewise, where so many consecutive rows are one row."""
+
+EIGHT = 8
+"""Elements whose packed codes fill whole bytes; blocks are wider."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored tensor of a parameter's state.
+
+    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B)); EIGHT: codes
+           of `width` bits, packed, shape (rows, ceil(columns / 8) * width)
+    zero   the entry that decodes to 0
+    state  what it stores part of: the name of a state, or "p" for the weight
+    width  1; of packed codes the bits of one, which are the bytes of eight: byte j holds those of neighbours, the first
+           in its lowest bits
+    space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
+           the last two dimensions, "tensor" (); "axis" (..., 1, layout.column_dims in all): one for each index of each
+           dimension that columns are made of
+    matrix which two dimensions those are (layout.matrix_shape)
+    shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
+    nonneg whether no number in it is negative, where it has floats; of a state's first field: whether none of the
+           state is
+    least, most  between which its integers lie where they are not `zero`, read as unsigned ones; None: anywhere
+    low    bit k: whether the low byte of such an integer may be k; 0: all may
+    """
+
+    name: str
+    dtype: str
+    per: int = 1
+    zero: int | float = 0
+    state: str = ""
+    width: int = 1
+    space: str = "elem"
+    matrix: Matrix = "last"
+    shared: bool = False
+    nonneg: bool = False
+    least: int = 0
+    most: int | None = None
+    low: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether the state that it belongs to has a value for each element."""
+        return self.space == "elem" or self.shared
+
+    @cached_property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def owner(self) -> str:
+        return self.state or self.name
+
+
+@dataclass(frozen=True)
+class Temp:
+    """An fp32 value that one stage of a step leaves for later ones: shaped as a field of its space; bf16 for elements.
+
+    reduction   how it is reduced from what the stage computes ("row_sum"); "" where the stage stores it as it is
+    source      the space whose values are reduced
+    """
+
+    name: str
+    space: str
+    reduction: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel of a step that takes several.
+
+    kernel    name of its kernel, or of the function that it calls
+    space     over whose entries it runs: "elem" for a sweep, else a small space; "call": none, it is a function of
+              whole matrices in optgen.runtime.reference.matrices, in place
+    level     stages of one level may not begin before all of the level before has ended
+    scalars   which of the variant's kernel scalars it takes, by position
+    temps     names of the temps that it stores or reduces to
+    matrices  whether it reads or reduces rows or columns
+    block     elements per storage block that it touches; 1 where it touches none
+    given     of a function: its further arguments, numbers or names of kernel scalars
+    reads     values that it reads: "p", "g", states and temps
+    stores    values that it stores as they are
+    sums      (kind, temps) of each term that it reduces; kinds as in optgen.runtime.gpu.walk
+    extents   sizes of the logical tensor that it computes with
+    plus      of what it stores: values that are never -0
+    """
+
+    kernel: str
+    space: str
+    level: int
+    scalars: tuple[int, ...]
+    temps: tuple[str, ...] = ()
+    matrices: bool = False
+    block: int = 1
+    given: tuple[float | str, ...] = ()
+    reads: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
+    sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    extents: tuple[str, ...] = ()
+    plus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The step of a rule under some settings of its flags, in the maths of its kernels, before it meets a plan.
+
+    scalars, host  names of the host scalars; (step, grad_scale, **hypers, **host_states) -> scalars, then new host
+                   states; fp64
+    temps          values that the stages leave for one another
+    stages         its kernels, in order
+    early          states that later sweeps of the step read as they are stored
+    """
+
+    settings: tuple[Mapping[str, bool], ...]
+    scalars: tuple[str, ...]
+    host: HostFunction
+    temps: tuple[Temp, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    early: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Eager:
+    """The storage of a rule under a plan, as the eager reference reads and writes it.
+
+    codecs    owner ("p" or a state) -> name of its codec in the plan's module; fp32 as it is where there is none
+    relative  state -> state whose root it is divided by
+    noise     owner -> (word, shift) of its random bits; to nearest where there are none
+    words     (factor of the step's place, ((shift, bits) of narrow fields, ...), True if hashed anew at each step)
+    early     states that later sweeps of the step read as they are stored
+    still     states that the step leaves as they are stored
+    """
+
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    relative: Mapping[str, str] = field(default_factory=dict)
+    noise: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    words: tuple[tuple[int, tuple[tuple[int, int], ...], bool], ...] = ()
+    early: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One kernel of a plan.
+
+    function     name of the variant
+    step         name of its eager step function
+    kernel       name of its Triton kernel, where that is shared with another variant
+    param        dtype of the parameter ("bfloat16")
+    small        whether it is the variant for tensors too small to be worth quantizing
+    vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
+    flags        the setting of the flags that it was made for
+    fields       what is stored, in the order of the step function's arguments
+    scalars      names of the step function's host scalars, in order
+    host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
+    kernel_scalars, kernel_host   the same for the kernel, whose maths may want other scalars
+    block        elements per block of the fields with per > 1
+    stochastic   whether anything is rounded by random bits
+    host_states  (name, first value) of the per-parameter numbers that stay on the host
+    init         first value of a state that does not start at zero: a number, or "param" for the weight
+    temps        what the stages leave for one another
+    stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
+    rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
+    matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
+                 the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
+                 so many rows put together (`in_blocks`)
+    eager        how the eager reference keeps each value
+    """
+
+    function: str
+    param: str
+    fields: tuple[Field, ...]
+    scalars: tuple[str, ...]
+    host: HostFunction
+    small: bool = False
+    vector: bool = False
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    block: int = 1
+    stochastic: bool = False
+    host_states: tuple[tuple[str, float], ...] = ()
+    init: Mapping[str, float | str] = field(default_factory=dict)
+    step: str = ""
+    kernel: str = ""
+    kernel_scalars: tuple[str, ...] | None = None
+    kernel_host: HostFunction | None = None
+    temps: tuple[Temp, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    rows: bool = False
+    matrix: Matrix = "last"
+    eager: Eager | None = None
+
+    def owned(self, owner: str) -> tuple[str, ...]:
+        """Names of the fields that store part of a state, or of "p"."""
+        return self._owned.get(owner, ())
+
+    @cached_property
+    def _owned(self) -> Mapping[str, tuple[str, ...]]:
+        owners = dict.fromkeys(f.owner for f in self.fields)
+        return {o: tuple(f.name for f in self.fields if f.owner == o) for o in owners}
+
+    @cached_property
+    def needs_matrix(self) -> bool:
+        """Whether it keeps or computes anything per row, column or matrix, at this or another step."""
+        spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
+        return self.rows or not spaces.isdisjoint({"row", "col", "mat", "call"})
+
+    @cached_property
+    def has_axes(self) -> bool:
+        """Whether it keeps anything per index of the dimensions that columns are made of."""
+        return any(f.space == "axis" for f in self.fields)
+
+    @cached_property
+    def of_whole(self) -> bool:
+        """Whether its states can be read and written only for the whole tensor at once."""
+        return any(f.shared for f in self.fields)
+
+    @property
+    def kernel_name(self) -> str:
+        return self.kernel or self.function
+
+    def host_for(self, kernel: bool) -> tuple[HostFunction, int]:
+        """(host function, number of scalars that it returns before the host states) of a backend."""
+        if kernel and self.kernel_host is not None and self.kernel_scalars is not None:
+            return self.kernel_host, len(self.kernel_scalars)
+        return self.host, len(self.scalars)
+
+    @cached_property
+    def model_temps(self) -> tuple[str, ...]:
+        """Sums over the model that the step needs, in order."""
+        return tuple(t.name for t in self.temps if t.space == "model" and t.reduction)
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether a step is one stretch of kernels, with nothing for the host to do in between."""
+        return not self.model_temps and all(s.space != "call" for s in self.stages)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Names of the tensor states, in order."""
+        return tuple(dict.fromkeys(f.owner for f in self.fields if f.owner != "p"))
+
+    @cached_property
+    def nonneg(self) -> frozenset[str]:
+        """The states of which no value is negative."""
+        return frozenset(name for name in self.states if next(f for f in self.fields if f.owner == name).nonneg)
+
+    def is_plain(self, state: str) -> bool:
+        """Whether a state is kept as one tensor of floats: its own values, as they are."""
+        return all(f.name == state and f.torch_dtype.is_floating_point for f in self.fields if f.owner == state)
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every key of a parameter's state."""
+        return frozenset({"step", *(f.name for f in self.fields), *(name for name, _ in self.host_states)})
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.fields)
+
+    @cached_property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.host_states)
+
+    @cached_property
+    def host_start(self) -> tuple[float, ...]:
+        return tuple(value for _, value in self.host_states)
+
+
+@lru_cache(maxsize=4096)
+def in_blocks(variant: Variant, rows: int) -> Variant:
+    """The variant for parameters of which so many consecutive rows are one row of the rule's matrix.
+
+    The kernels are the same: they are told other sizes.  All that is stored lies along these longer rows.
+    """
+    fields = tuple(replace(f, matrix=rows) for f in variant.fields)
+    return replace(variant, fields=fields, matrix=rows)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of that name ("bfloat16", "uint8")."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,264 @@
+"""A rule and a plan as records, each written once, and the `Variant` that the two make for a parameter.
+
+A rule's records say what a step computes and which states it has, a plan's which codec keeps what.  Neither knows the
+other; `variants` lists what they make of each parameter dtype, size class and setting of the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from optgen.runtime.records import Eager, Field, HostFunction, Matrix, Variant, keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACK = 64
+"""Columns that packed codes are read in where nothing else is in blocks."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_BY_ROWS = {"row", "col", "mat", "call"}
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """A state of a rule.
+
+    nonneg         True if no value is negative
+    space          "elem", or where there are few values; see Field
+    init           the first value: a number, "param" for the weight, or the name of a hyper-parameter
+    normalized_by  the state by whose root the rule divides it
+    nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
+    """
+
+    name: str
+    nonneg: bool = False
+    space: str = "elem"
+    init: float | str = 0.0
+    normalized_by: str = ""
+    nearest: bool = False
+
+
+@dataclass(frozen=True)
+class RuleRecord:
+    """The step of a rule under one setting of its flags.
+
+    name, suffix  the rule, and what its name ends in under these flags
+    step          the eager step function
+    scalars, host  see Variant
+    states        those that exist under these flags, in the order of the signature
+    unchanged     the states that this step gives back as it found them, then those of each other step of the same
+                  parameter, for which flags that follow steps are set otherwise
+    differs       what some other step makes in another way, "p" for the weight
+    early         the states that later sweeps of the step may read as they are stored
+    spaces        small spaces of the values that the step computes or keeps, and "call" for functions of matrices
+    by_rows       True if it, or another step of the same parameter, works on rows and columns
+    matrix        see Variant
+    """
+
+    name: str
+    suffix: str
+    flags: Mapping[str, bool]
+    step: str
+    scalars: tuple[str, ...]
+    host: HostFunction
+    states: tuple[StateRecord, ...] = ()
+    host_states: tuple[tuple[str, float], ...] = ()
+    unchanged: tuple[tuple[str, ...], ...] = ((),)
+    differs: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
+    spaces: tuple[str, ...] = ()
+    by_rows: bool = False
+    matrix: Matrix = "last"
+
+
+@dataclass(frozen=True)
+class FormatRecord:
+    """The storage format of one kind of value under a plan.
+
+    codec     its name in the plan's codec modules; "" for fp32 as it is
+    fields    what is stored, named by suffixes; the dtype of the parameter aside
+    noise     random bits that an element is rounded with; 0: to nearest
+    relative  True if values are divided by the root of the second moment that the rule divides them by, if that is
+              kept positive
+    positive  True if no value is read back as 0
+    matrix    whose rows and columns the fields are those of; None if there are none
+    nearest   the codec where states ask for rounding to nearest; None if the format says how it rounds
+    vector    the form for tensors without rows and columns; None if it is the same
+    """
+
+    codec: str = ""
+    fields: tuple[Field, ...] = (Field("", "float32"),)
+    noise: int = 0
+    relative: bool = False
+    positive: bool = False
+    matrix: Matrix | None = None
+    nearest: str | None = None
+    vector: FormatRecord | None = None
+
+
+FP32 = FormatRecord()
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A plan: which format keeps which kind of value; see `optgen.formats.Plan`.
+
+    weights  parameter dtype -> what is stored beside the parameter; nothing where there is none
+    """
+
+    small_numel: int
+    weights: Mapping[str, FormatRecord] = field(default_factory=dict)
+    signed: FormatRecord = FP32
+    nonneg: FormatRecord = FP32
+    initial: FormatRecord = FP32
+    small: FormatRecord = FP32
+    overrides: Mapping[str, FormatRecord] = field(default_factory=dict)
+    read_back: bool = True
+
+    def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
+        """Return the format of a state; small tensors are one class, vectors and matrices."""
+        if state.name in self.overrides:
+            found = self.overrides[state.name]
+        elif state.space != "elem":
+            found = FP32
+        elif state.init == "param":
+            found = self.initial
+        elif small:
+            found = self.small
+        else:
+            found = self.nonneg if state.nonneg else self.signed
+        found = found.vector or found if vector or small else found
+        if state.nearest and found.nearest is not None:
+            return replace(found, codec=found.nearest, noise=0)
+        return found
+
+    def formats(self, rule: RuleRecord, small: bool, vector: bool = False) -> dict[str, FormatRecord]:
+        """Return the format of each state; without a positive second moment values are kept as they are."""
+        found = {state.name: self.of(state, small, vector) for state in rule.states}
+        base = {state.name: found.get(state.normalized_by) for state in rule.states}
+        absolute = [x for x, fmt in found.items() if fmt.relative and not ((to := base[x]) and to.positive)]
+        return found | {name: replace(found[name], relative=False) for name in absolute}
+
+
+class Reference(NamedTuple):
+    """The eager functions of a variant, see runtime/reference/stored.py."""
+
+    step: Callable[..., Any]
+    decode: Callable[..., Mapping[str, Tensor]]
+    encode: Callable[..., Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A rule under a plan.
+
+    name         the plan's name
+    variants     one for each parameter dtype, size class and setting of the flags
+    small_numel  tensors with fewer elements take the variant for small tensors
+    reference    variant -> its eager functions
+    kernels      the package of Triton and C++ kernels; it may hold `triton_kernels` as an attribute
+    discouraged  state -> what the lint finds wrong with how the plan keeps it
+    """
+
+    name: str
+    variants: tuple[Variant, ...]
+    small_numel: int = 0
+    reference: Callable[[Variant], Reference] | None = None
+    kernels: ModuleType | None = None
+    discouraged: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The parameter dtypes that there are variants for."""
+        return tuple(dict.fromkeys(v.param for v in self.variants))
+
+
+def variants(rules: tuple[RuleRecord, ...], plan: PlanRecord) -> Iterator[Variant]:
+    """Yield the variants of a rule under a plan: each setting of flags, parameter dtype and size class that differs."""
+    for rule in rules:
+        large, small = plan.formats(rule, False), plan.formats(rule, True)
+        for param in DTYPES:
+            yield joined(rule, plan, param, large)
+            if plan.small_numel and rule.states and small != large:
+                yield joined(rule, plan, param, small, small=True)
+            if not rule.by_rows and any(fmt.matrix for fmt in large.values()):
+                yield joined(rule, plan, param, plan.formats(rule, False, True), vector=True)
+
+
+def joined(
+    rule: RuleRecord,
+    plan: PlanRecord,
+    param: str,
+    formats: Mapping[str, FormatRecord],
+    small: bool = False,
+    vector: bool = False,
+) -> Variant:
+    """Return the variant of a rule whose states are kept in these formats."""
+    weight = plan.weights.get(param)
+    own = {s.name for s in rule.states if s.space == "elem"}
+    relative = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
+    order = sorted(formats, key=lambda name: name not in relative.values())  # what others are divided by comes first
+    still = _settled(rule.unchanged[0], relative)
+    rare = set(rule.differs).union(*(_settled(names, relative) for names in rule.unchanged))
+    wants = {name: formats[name].noise for name in order if name not in still} | {"p": weight.noise if weight else 0}
+    noise, words = keys.deal(wants, rare)
+    apart = {name for name, fmt in formats.items() if fmt.matrix is not None}
+    early = _settled(tuple(x for x in rule.early if x not in apart), relative) if plan.read_back else ()
+    few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
+    own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
+    matrix = rule.matrix if rule.by_rows else own_matrix
+    rows = rule.by_rows and _BY_ROWS.isdisjoint({*rule.spaces, *few})
+    fields = [replace(f, name=f"weight_{f.name}", state="p") for f in weight.fields] if weight else []
+    for state in rule.states:
+        fields += _fields(state, formats[state.name], matrix)
+    codecs = {"p": weight.codec} if weight else {}
+    codecs |= {name: fmt.codec for name, fmt in formats.items() if name in own and fmt.codec}
+    block = max((f.per for f in fields if f.width == 1), default=1)
+    tail = ("_small" if small else "") + ("_vector" if vector else "")
+    return Variant(
+        function=f"{rule.name}_{param}{rule.suffix}{tail}",
+        step=rule.step,
+        param=param,
+        fields=tuple(fields),
+        scalars=rule.scalars,
+        host=rule.host,
+        flags=rule.flags,
+        block=block if block > 1 or all(f.width == 1 for f in fields) else PACK,
+        stochastic=bool(words),
+        host_states=rule.host_states,
+        init={s.name: s.init for s in rule.states if s.init != 0.0},
+        rows=rows,
+        matrix=matrix if rows or few or rule.spaces else "last",
+        eager=Eager(codecs, relative, {name: (k, at) for name, (k, at, _) in noise.items()}, words, early, still),
+        small=small,
+        vector=vector,
+    )
+
+
+def _settled(same: Collection[str], relative: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the states of `same` that stay: one that is kept relative to another stays only together with it."""
+    found = set(same)
+    while moved := {x for pair in relative.items() for x in pair if x in found and not found.issuperset(pair)}:
+        found -= moved
+    return tuple(sorted(found))
+
+
+def _fields(state: StateRecord, fmt: FormatRecord, matrix: Matrix) -> Iterator[Field]:
+    """Yield a state's fields under their keys."""
+    for k, f in enumerate(fmt.fields):
+        space = f.space if state.space == "elem" else state.space
+        yield replace(
+            f,
+            name=f"{state.name}_{f.name}" if f.name else state.name,
+            state=state.name,
+            space=space,
+            matrix=matrix if space != "elem" else "last",
+            shared=space != state.space,
+            nonneg=f.nonneg or (k == 0 and state.nonneg),
+        )

@@ -1,0 +1,142 @@
+"""Keys of the random numbers that stochastic rounding draws.
+
+The kernels hash (element index, stream key, step key) into one 32-bit word.  Both keys are made here:
+
+- the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
+  that neither their order nor their grouping changes a bit; else of its position over all groups.  Parameters with
+  names that go on from a checkpoint without keep the positions, which their group records under "streams";
+- the step key has two parts, since noise is evenly spread over a window of 256 steps and drawn anew then
+  (lower/noise.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
+  seed with the window's number.
+
+Keys are 32 bits as signed Python ints, the form in which Triton and torch take them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
+
+PLACE = 8
+WINDOW = 1 << PLACE
+"""Steps over which the noise of an element is one evenly spread sequence."""
+
+M1, M2, M3 = 0x7FEB352D, 0x846CA68B, 0x9E3779B1
+SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
+
+Word = tuple[int, tuple[tuple[int, int], ...], bool]
+"""The recipe of a word of random bits: the factor of the step's place, the (shift, bits) of its fields of fewer than
+PLACE bits, True if each step hashes anew."""
+
+
+def salt(k: int) -> int:
+    """Return what sets the k-th word of an element apart: the four above, then multiples of the golden ratio."""
+    return SALTS[k] if k < len(SALTS) else (2 * k + 1) * M3 & 0xFFFFFFFF
+
+
+def places(shares: Iterable[tuple[int, int]]) -> int:
+    """Return the factor that puts a step's place in its window on top of each field (shift, bits) of a word."""
+    return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)
+
+
+def deal(
+    wants: Mapping[str, int], rare: Collection[str] = ()
+) -> tuple[dict[str, tuple[int, int, int]], tuple[Word, ...]]:
+    """Return (word, shift, bits) of each value that wants bits, first come first served, and the recipes of the words.
+
+    A new word begins where 32 bits run out.  The first field of a word takes its top bits and the last one its bottom
+    bits: the one needs only a shift, the other only a mask.
+
+    rare  values that some steps do not store, or make anew; they have words of their own, drawn anew at each.  Of a
+          window they would see some places only, at every second step those of the same half of the range: rounding
+          would lean to one side for a whole window.
+    """
+    often = _shares({name: bits for name, bits in wants.items() if name not in rare})
+    anew = _shares({name: bits for name, bits in wants.items() if name in rare})
+    out: dict[str, tuple[int, int, int]] = {}
+    words: list[Word] = []
+    for k, share in enumerate(often + anew):
+        fields: dict[str, tuple[int, int]] = {}
+        top = 32
+        for name, bits in share.items():
+            top -= bits
+            last = len(share) > 1 and name == list(share)[-1]
+            fields[name] = 0 if last else top, bits
+        narrow = tuple(f for f in fields.values() if f[1] < PLACE)
+        words.append((places(fields.values()), narrow, False) if k < len(often) else (0, (), True))
+        out |= {name: (k, shift, bits) for name, (shift, bits) in fields.items()}
+    return out, tuple(words)
+
+
+def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return, for each word, the values that share it and their bits."""
+    shares: list[dict[str, int]] = []
+    for name, bits in wants.items():
+        if bits > 32:
+            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
+        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
+            shares.append({})
+        if bits:
+            shares[-1][name] = bits
+    return shares
+
+
+def _mix(z: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): a bijection of 64 bits that avalanches."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def signed(word: int) -> int:
+    """Return the int32 with the low 32 bits of `word`."""
+    return (word + 2**31 & 2**32 - 1) - 2**31
+
+
+@functools.lru_cache(maxsize=1024)
+def step_key(seed: int, step: int) -> int:
+    """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
+    stream = _mix((seed + _GOLDEN) & _MASK)
+    word = _mix((stream + (step >> PLACE) * _GOLDEN) & _MASK) >> 32
+    return signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
+
+
+def _wrapped(word: int) -> int:
+    """64 bits as torch's int64 holds them."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def stream_of_steps(seed: int) -> int:
+    """What a device needs of a seed to make the keys of its steps (`gpu.controlled.step_key`): 64 bits, signed."""
+    return _wrapped(_mix((seed + _GOLDEN) & _MASK))
+
+
+@functools.lru_cache(maxsize=65536)
+def stream_key(parameter: str | int) -> int:
+    """32 bits for a parameter: its name, or its position over all groups."""
+    if isinstance(parameter, str):
+        return int.from_bytes(hashlib.blake2b(parameter.encode(), digest_size=4).digest(), "little", signed=True)
+    return signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)
+
+
+Label = str | int
+
+
+def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
+    """Return the labels that a group's stream keys are made of, where they differ from the parameters' labels."""
+    return dict(group.get("streams") or ())
+
+
+def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:
+    """Return the checked "streams" of a group: (name or position, name or position) pairs."""
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(x) in (str, int) for x in pair)
+        for pair in value
+    ):
+        raise TypeError(f"{owner}: streams of a group must be pairs of names or positions, got {value!r:.80}")
+    return tuple((label, stream) for label, stream in value)

@@ -1,0 +1,193 @@
+"""The bits that a weight lost when it was cast to 16 bits, kept beside it until an optimizer takes them.
+
+They hang on the Parameter as a dict of plain tensors and an int: pickled with it, freed with it, and seen by nothing
+else (no buffer, no entry of a state dict).  int16 per element: the distance of the fp32 pattern from that of the
+rounded weight; what does not fit (ties, fp16 subnormals) is listed apart.  They belong to one weight: a checksum of
+the weight tells whether somebody has written another one since; then there is nothing to take.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime.layout import sharding
+
+ATTRIBUTE = "_optgen_low_bits"
+CARRIER = "_optgen_low_bits_of"
+
+NARROW = frozenset({torch.bfloat16, torch.float16})
+"""Dtypes of weights that leave bits behind."""
+
+ODD = 6364136223846793005  # the multiplier of Knuth's MMIX generator; products wrap around
+
+CHUNK = 2**24
+"""Elements worked on at a time: bounds the temporaries to 128 MiB each."""
+
+_carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models with a Carrier: an optimizer is given parameters, which do not say whose they are."""
+
+
+def keep(p: Tensor, exact: Tensor) -> None:
+    """Keep what `p`, a rounding of `exact` (fp32, p's shape), lost of it; nothing where p is no 16-bit weight."""
+    drop(p)
+    if p.dtype not in NARROW:
+        return
+    low = torch.empty(p.shape, dtype=torch.int16, device=p.device)
+    places, values = [], []
+    lost = False
+    for start, rounded, wide, out in _pieces(p.detach(), exact, low):
+        distance = wide.view(torch.int32).long() - rounded.to(torch.float32).view(torch.int32).long()
+        apart = (distance < -(2**15)) | (distance >= 2**15)
+        out.copy_(distance.masked_fill(apart, 0))
+        found = apart.nonzero().flatten()
+        places.append(found + start)
+        values.append(wide[found])
+        lost = lost or bool((distance != 0).any())
+    if lost:  # else the weight is all there is
+        kept = {"low": low, "at": torch.cat(places), "exact": torch.cat(values), "check": checksum(p)}
+        setattr(p, ATTRIBUTE, kept)
+
+
+def exact(p: Tensor) -> Tensor | None:
+    """The full weight, fp32 and contiguous on p's device; None where nothing is kept, or p is another weight by now."""
+    kept = getattr(p, ATTRIBUTE, None)
+    if kept is None or p.dtype not in NARROW or kept["low"].shape != p.shape or kept["check"] != checksum(p):
+        return None
+    made = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+    low = kept["low"].to(p.device)
+    for _, rounded, out, less in _pieces(p.detach(), made, low):
+        out.view(torch.int32).copy_(rounded.to(torch.float32).view(torch.int32) + less.to(torch.int32))
+    made.view(-1)[kept["at"].to(p.device)] = kept["exact"].to(p.device)
+    return made
+
+
+def drop(p: Tensor) -> None:
+    """Forget what was kept for p, and that somebody carried it: torch swaps no tensors that are remembered weakly."""
+    p.__dict__.pop(ATTRIBUTE, None)
+    for ref in weakref.getweakrefs(p):
+        if isinstance(ref, _Ref):
+            ref.forget()
+
+
+def checksum(p: Tensor) -> int:
+    """64 bits that another value, or the same ones in another order, are most unlikely to share."""
+    flat = p.detach().reshape(-1)
+    words = flat.view(torch.int16)
+    total = 0
+    for start in range(0, words.numel(), CHUNK):
+        part = words[start : start + CHUNK].long() + 2**15 + 1
+        place = torch.arange(start, start + part.numel(), device=part.device) * ODD | 1
+        total += int((part * place).sum())
+    return total % 2**63
+
+
+def _pieces(p: Tensor, wide: Tensor, low: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    flat = p.reshape(-1), wide.reshape(-1), low.view(-1)
+    for start in range(0, p.numel(), CHUNK):
+        a, b, c = (t[start : start + CHUNK] for t in flat)
+        yield start, a, b, c
+
+
+class _Ref(weakref.ref[Tensor]):
+    """A Carrier's reference to a parameter, until the parameter's bits are dropped."""
+
+    __slots__ = ("_among", "number")
+
+    number: int
+    _among: list[_Ref]
+
+    @classmethod
+    def put(cls, p: Tensor, among: list[_Ref]) -> None:
+        """One more among those of a Carrier."""
+        made = cls(p)
+        made.number, made._among = id(p), among
+        among.append(made)
+
+    def forget(self) -> None:
+        self._among[:] = [ref for ref in self._among if ref is not self]
+
+
+class Carrier:
+    """Takes the low bits along where a module is deep-copied or sent to another process: torch copies parameters
+    without their attributes there.
+
+    Holds the parameters weakly: it keeps none alive that the module has dropped.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._refs: list[_Ref] = []
+        for p in params:
+            if ATTRIBUTE in p.__dict__:
+                _Ref.put(p, self._refs)
+        self.said = False
+
+    def strays(self, own: Collection[int]) -> set[int]:
+        """Which of the parameters are none of these, by the id that they had."""
+        return {ref.number for ref in self._refs if (p := ref()) is None or id(p) not in own}
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Those for which something is kept."""
+        found = [ref() for ref in self._refs]
+        return [p for p in found if p is not None and ATTRIBUTE in p.__dict__]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+        params = self.params
+        copies = [copy.deepcopy(p, memo) for p in params]
+        return _carrier(copies, [copy.deepcopy(p.__dict__[ATTRIBUTE], memo) for p in params])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _carrier, (self.params, [p.__dict__[ATTRIBUTE] for p in self.params])
+
+
+def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> Carrier:
+    """That of copies of parameters, which may have come without what is kept for them."""
+    for p, own in zip(params, kept, strict=True):
+        setattr(p, ATTRIBUTE, own)
+    return Carrier(params)
+
+
+def carry(module: nn.Module) -> None:
+    """Let copies of the module, and of each part of it, keep what is kept for its parameters."""
+    for part in module.modules():
+        part.__dict__.pop(CARRIER, None)
+        # The whole has those of all: a parameter may be given to another of its modules.
+        carrier = Carrier(part.parameters(recurse=part is module))
+        if carrier.params:
+            part.__dict__[CARRIER] = carrier
+    if CARRIER in module.__dict__:
+        _carrying.add(module)
+
+
+def sharded_models(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the models that have bits kept and that these parameters belong to, if these are sharded."""
+    own = {id(p) for p in params if _is_part(p)}
+    return [m for m in list(_carrying) if any(id(p) in own for p in m.parameters())] if own else []
+
+
+def _is_part(p: Tensor) -> bool:
+    return sharding.is_sharded(p) or bool(getattr(p, "_fsdp_flattened", False))
+
+
+def lost(module: nn.Module) -> int:
+    """How many parameters that had bits kept the module has no more, where others are sharded: what shards a model puts
+    DTensors, or flat parts, in their places.  0 where that was said already.
+
+    Elsewhere other weights may have come (a new head, an assigned state dict), to which those bits never belonged.
+    """
+    params = list(module.parameters())
+    if not any(_is_part(p) for p in params):
+        return 0
+    own, found = {id(p) for p in params}, set[int]()
+    for part in module.modules():
+        carrier = part.__dict__.get(CARRIER)
+        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.strays(own)):
+            carrier.said = True
+            found |= strays
+    return len(found)

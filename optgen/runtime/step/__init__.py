@@ -1,0 +1,1 @@
+"""One step: the choice of a backend, tables and launches, sums over the model, the fast path."""

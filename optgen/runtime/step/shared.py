@@ -1,0 +1,151 @@
+"""Values that all parameters share: sums over the model, and states with one value for all of it.
+
+A rule that needs a sum over the model does its step in parts: each bucket runs until it needs the sum, then all of them
+wait for it.  A state of the model stands in every parameter's state, so that it is saved and loaded like any other; all
+of them are the same number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.cpu import cpu
+from optgen.runtime.layout import sharding
+from optgen.runtime.records import Variant, sums
+from optgen.runtime.states import state
+from optgen.runtime.step import launch
+from optgen.runtime.work.bucket import Bucket, reference_calls
+from optgen.runtime.work.counting import Control
+from optgen.runtime.work.staged import Runner
+
+
+def runner(bucket: Bucket, tables: Any, scalars: Sequence[float] | Control, step_key: int) -> Runner:
+    """The step of a bucket, in parts."""
+    if isinstance(scalars, Control):
+        return launch.runner(bucket, tables, scalars, step_key)
+    if tables is None:
+        return reference_runner(bucket, scalars, step_key)
+    if tables.table is not None:
+        return cpu.runner(bucket, tables.table, scalars, step_key)
+    return launch.runner(bucket, tables, scalars, step_key)
+
+
+def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
+    """In eager torch, one parameter beside the other."""
+    parts: list[Generator[Tensor, Tensor, None]] = list(reference_calls(bucket, scalars, step_key))
+    if not bucket.variant.model_temps:
+        return
+    total: Tensor | None = None
+    for _ in bucket.variant.model_temps:
+        values = [next(part) if total is None else part.send(total.to(bucket.device)) for part in parts]
+        total = yield values
+    assert total is not None
+    for part in parts:
+        with suppress(StopIteration):
+            part.send(total.to(bucket.device))
+
+
+def check(buckets: Iterable[Bucket]) -> None:
+    """RuntimeError where parameters of one step need different sums over the model, or not in one order."""
+    kinds = {b.variant.model_temps: b for b in buckets}
+    if len(kinds) > 1:
+        first, second = sorted(kinds.values(), key=lambda b: not b.variant.model_temps)[:2]
+        raise RuntimeError(
+            f"{state.label(first.params[0], first.names[0])} needs the sums over the model "
+            f"{', '.join(first.variant.model_temps)}, but {state.label(second.params[0], second.names[0])} needs "
+            f"{', '.join(second.variant.model_temps) or 'none'}: all groups need the same, since each is over every "
+            f"parameter that has a gradient; take it outside of `if` in the rule, or set the flags that change it alike"
+        )
+
+
+def run(runners: Iterable[Runner]) -> None:
+    """All parts of all runners; sums are taken in the order of the parameters (see sums.py).
+
+    What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
+    wait for.
+    """
+    waiting = _on([(r, None) for r in runners])
+    while waiting:
+        exchanges = [(r, request) for r, request in waiting if isinstance(request, sharding.Exchange)]
+        if exchanges:
+            sharding.serve(request for _, request in exchanges)
+            on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges])}
+            asked = {id(r) for r, _ in exchanges}
+            kept = [(r, on.get(id(r)) if id(r) in asked else request) for r, request in waiting]
+            waiting = [(r, request) for r, request in kept if request is not None]
+            continue
+        each = [v for _, values in waiting if isinstance(values, list) for v in values]
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
+        if each:
+            total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
+        waiting = _on([(r, total) for r, _ in waiting])
+
+
+def _on(runners: Iterable[tuple[Runner, Tensor | None]]) -> list[tuple[Runner, Any]]:
+    """Sends each what it waits for; those that ask for more, and what."""
+    after = []
+    for r, answer in runners:
+        with suppress(StopIteration):
+            after.append((r, r.send(answer)))
+    return after
+
+
+def _of_model(variant: Variant) -> list[str]:
+    return [f.name for f in variant.fields if f.space == "model"]
+
+
+def begin(
+    states: Mapping[Any, Any],
+    new: Sequence[dict[str, Any]],
+    fresh: Sequence[tuple[Bucket, int]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """States that are made now take over what the model has come to.
+
+    fresh   whose they are: bucket, and position in it
+    RuntimeError where the model has come to nothing yet, and groups would have it begin with different numbers.
+    """
+    for name in dict.fromkeys(name for b, _ in fresh for name in _of_model(b.variant)):
+        theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in _of_model(b.variant)]
+        old = next((s[name] for s in state.of_parameters(states) if name in s and s.get("step")), None)
+        if old is None:
+            _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
+            continue
+        for made, _, _ in theirs:
+            made[name].copy_(sharding.local(old))
+
+
+def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """RuntimeError where a state of the model begins with a hyper-parameter, in which groups differ."""
+    starts: dict[tuple[str, float], tuple[Bucket, int]] = {}
+    for b, i in fresh:
+        hyper = b.variant.init.get(name)
+        if isinstance(hyper, str):
+            starts.setdefault((hyper, ctypes.c_float(float(groups[b.group][hyper])).value), (b, i))
+    if len(starts) > 1:
+        (one, (a, i)), (other, (b, j)) = list(starts.items())[:2]
+        raise RuntimeError(
+            f"{state.label(a.params[i], a.names[i])} begins {name} with {one[0]}={one[1]:g}, but "
+            f"{state.label(b.params[j], b.names[j])} with {other[0]}={other[1]:g}: {name} is one value of the whole "
+            f"model, so groups that begin together need the same {one[0]}"
+        )
+
+
+def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
+    """All parameters take over what the model has come to: what the first one in the step says.
+
+    Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
+    hyper-parameters of its own; a state of the model is one number all the same.
+    """
+    live = [(b.variant, s) for b in buckets for i, s in enumerate(b.states) if b.numel(i)]
+    values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
+    for s in state.of_parameters(states):
+        for name in values.keys() & s.keys():
+            if s[name] is not values[name]:
+                sharding.local(s[name]).copy_(values[name])

@@ -1,0 +1,185 @@
+"""The unit of work of a step: parameters that share a kernel and all of its scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import layout, plans, sharding
+from optgen.runtime.records import Variant
+from optgen.runtime.records.join import Pair
+from optgen.runtime.states import low_bits, state
+from optgen.runtime.work.counting import Step
+
+Backend = Literal["reference", "triton", "cpp"]
+"""What makes a step: eager torch, Triton kernels or C++ kernels."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parallel lists, one entry per parameter, and what is the same for all.
+
+    step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
+                   is the first to be counted there starts with numbers (`move_count`)
+    counted        whether steps are counted on the device (see counting.py)
+    left           the tensor that counted them so far, where it goes on counting for others only
+    params, grads  as the user holds them until `localize`, then contiguous
+    kernel         of the C++ backend: its compiled function
+    written        (the user's tensor, the contiguous copy that the step writes)
+    cut            what of its tensors' matrices lies over several ranks ("row", "col", "lead"), all of them alike
+    shards         of each parameter that is a DTensor; params, grads and states are then the parts on this rank
+    places         where each tensor lies in its logical tensor; None: each is all of it
+    """
+
+    group: int
+    plan: Pair
+    variant: Variant
+    backend: Backend
+    device: torch.device
+    grad_dtype: torch.dtype
+    step: int | Tensor
+    host: tuple[float, ...] | tuple[Tensor, ...]
+    counted: bool = False
+    left: Tensor | None = None
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[state.State] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    names: list[str | int] = field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kernel: Callable[..., int] | None = None
+    cut: frozenset[str] = frozenset()
+    shards: list[sharding.Shard | None] = field(default_factory=list)
+    places: list[layout.Place] | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the host has something to do between its kernels: a sum over the model or over ranks, a function of
+        matrices."""
+        return not self.variant.is_simple or (bool(self.variant.stages) and bool(self.cut))
+
+    @property
+    def waits(self) -> bool:
+        """Whether its step is made together with those of other buckets."""
+        return bool(self.variant.model_temps) or (bool(self.variant.stages) and bool(self.cut))
+
+    @property
+    def owned(self) -> list[state.State]:
+        """The states as the optimizer holds them."""
+        return [s if shard is None else shard.owner for s, shard in zip(self.states, self.shards, strict=True)]
+
+    def numel(self, i: int) -> int:
+        """Elements of the logical tensor."""
+        return self.params[i].numel() if self.places is None else self.places[i].numel
+
+    @property
+    def first(self) -> tuple[Tensor, str | int]:
+        """A parameter and its name, for errors."""
+        return self.params[0], self.names[0]
+
+    def localize(self) -> None:
+        """Contiguous params and grads in logical order: the kernels see memory, not strides."""
+        for i, p in enumerate(self.params):
+            if not p.is_contiguous():
+                if state.overlaps(p):  # it was frozen, or something else, when the optimizer was made
+                    raise RuntimeError(f"{state.label(p, self.names[i])} is an expanded view: its elements overlap")
+                self.params[i] = p.contiguous()
+                self.written.append((p, self.params[i]))
+            g = self.grads[i]
+            if g.dtype != self.grad_dtype:  # fp64
+                g = g.to(self.grad_dtype)
+            self.grads[i] = g if g.is_contiguous() and not g.is_neg() else g.resolve_neg().contiguous()
+
+    def check(self) -> None:
+        for p, s, name in zip(self.params, self.states, self.names, strict=True):
+            state.check(self.variant, p, s, name)
+
+    def refuse_inference(self) -> None:
+        """RuntimeError where torch is to write in place what was made under torch.inference_mode (state.py).
+
+        Kernels write memory, whose tensor nobody is asked about.
+        """
+        eager = self.backend == "reference"
+        fields = self.variant.names if eager or self.variant.model_temps else ()
+        for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
+            whole = shard is not None and shard.whole
+            copied = whole or not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
+            if fields or eager or copied:
+                kept = {field: s.get(field) for field in fields}
+                state.refuse_inference(p, name, p if eager or copied else None, kept)
+
+    def move_count(self, alone: bool) -> None:
+        """The count of steps and the host states go to the device; the states take them over in `finish_counted`.
+
+        alone   whether nobody else is counted by the same tensor; else the bucket takes copies
+        """
+        if isinstance(self.step, Tensor) and not alone:
+            self.left, self.step = self.step, self.step.clone()
+            self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
+        elif not isinstance(self.step, Tensor):
+            self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
+            self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
+
+    def finish_counted(self, step: Step) -> None:
+        """`finish` of a step that is counted on the device."""
+        self._keep(self.step, self.host)
+        step.finish()
+
+    def finish(self, host: Sequence[float]) -> None:
+        """Copy back what was copied, count the step, keep the host states."""
+        assert not isinstance(self.step, Tensor)
+        self._keep(self.step + 1, host)
+
+    def _keep(self, step: int | Tensor, host: Sequence[float | Tensor]) -> None:
+        for user, copy in self.written:
+            user.copy_(copy)
+        for s in (*self.states, *(shard.owner for shard in self.shards if shard is not None)):
+            s["step"] = step
+            for name, value in zip(self.variant.host_names, host, strict=True):
+                s[name] = value
+        sharded = [shard.p for shard in self.shards if shard is not None]
+        if sharded:
+            torch.autograd.graph.increment_version(sharded)
+
+    def kept(self, i: int) -> Tensor:
+        """What the states of a parameter belong to: it, or its part on this rank."""
+        shard = self.shards[i]
+        return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
+
+    def settle(self) -> None:
+        """Where parameters lie, once it is known which of them the kernels see whole."""
+        if not any(self.shards):
+            return
+        matrix, places = self.variant.matrix, []
+        for p, shard in zip(self.params, self.shards, strict=True):
+            if shard is None or shard.whole:
+                places.append(layout.place(layout.matrix_shape(matrix, p.shape)))
+            else:
+                places.append(shard.layout.place(matrix))
+        self.places = places
+
+
+def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
+    """One eager torch call per parameter: any device, strict maths."""
+    for _ in reference_calls(bucket, scalars, step_key):
+        pass
+
+
+def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Iterator[Any]:
+    """Calls the eager function for each parameter that has elements; what it returns."""
+    function = plans.reference(bucket.plan, bucket.variant).step
+    names = bucket.variant.names
+    wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
+    places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
+    for p, g, s, stream, place in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True):
+        shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
+        if p.numel():
+            fields = (s[name].view(shape) if name in wide else s[name] for name in names)
+            where: dict[str, Any] = {} if place is None else {"place": place[:3]}
+            if bucket.variant.has_axes:
+                where["dims"] = layout.column_dims(bucket.variant.matrix, p.shape)
+            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where)

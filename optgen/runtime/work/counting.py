@@ -1,0 +1,231 @@
+"""Steps that are counted on a device: nothing in them is read by the host, so a CUDA graph may hold them.
+
+The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The printed
+host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
+(gpu/controlled.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
+
+One tensor counts the steps of all parameters that step together: their states hold the same object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.records import HostFunction, Variant, keys
+from optgen.runtime.records.scalars import Scalar
+from optgen.runtime.states import state
+
+if TYPE_CHECKING:
+    from optgen.runtime.work.bucket import Bucket
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
+
+
+def not_ready(what: str) -> RuntimeError:
+    """The error of a capture that would hold what must not be repeated."""
+    return RuntimeError(
+        f"a CUDA graph is being captured, but {what} is not ready for it: create the optimizer with capturable=True "
+        f"(its kernels are Triton's) and make a step with the same parameters before the capture"
+    )
+
+
+class Scaler(NamedTuple):
+    """What a GradScaler has left with the optimizer: scale of the gradients, and whether one is infinite; fp32, of one
+    element each."""
+
+    scale: Tensor | None
+    found: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: object) -> Scaler | None:
+        made = cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+        return None if made == (None, None) else made
+
+    def found_infinity(self) -> bool:
+        """Reads it: waits for the device that it is on."""
+        return self.found is not None and bool(self.found.item() != 0)
+
+    def factor(self, sign: float) -> float:
+        """What gradients are multiplied with; reads the scale."""
+        return sign if self.scale is None else sign / float(self.scale.item())
+
+
+@dataclass(slots=True)
+class Counter:
+    """A tensor that counts steps on a device, or holds a host state, and how many parameters share it."""
+
+    tensor: Tensor
+    shared: int
+
+
+class Counters:
+    """The tensors that count steps, or hold host states.
+
+    What stands in a state and is none of these was put there by somebody else, and is read by the host.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Counter] = {}
+
+    def of(self, x: object) -> Counter | None:
+        found = self._known.get(id(x))
+        return found if found is not None and found.tensor is x else None
+
+    def knows(self, x: object) -> bool:
+        return self.of(x) is not None
+
+    def shared_by(self, x: object) -> int:
+        found = self.of(x)
+        return 0 if found is None else found.shared
+
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """Note the counters of the buckets of a step."""
+        for bucket in buckets:
+            left = self.of(bucket.left)
+            if left is not None:
+                left.shared -= len(bucket.params)
+        for bucket in buckets:
+            for x in (bucket.step, *bucket.host):
+                if isinstance(x, Tensor):
+                    self._known[id(x)] = Counter(x, len(bucket.params))
+
+    def forget(self, states: Mapping[Any, Any]) -> None:
+        """Drops what no state holds any more, once there is much of it."""
+        if len(self._known) > 64 and len(self._known) > 8 * len(states):
+            held = {id(x) for entry in state.of_parameters(states) for x in entry.values()}
+            self._known = {key: value for key, value in self._known.items() if key in held}
+
+
+class Control:
+    """The scalars of a bucket's step on its device.
+
+    values   fp32: as the kernels take them
+    words    int64 (3,): the number of the step, whether it is to be skipped, and what the seed makes of step keys
+    numbers  what `values` were made of: floats, and 0-dim fp64 tensors
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.device = device
+        self.values = torch.zeros(count, dtype=torch.float32, device=device)
+        self.words = torch.zeros(3, dtype=torch.int64, device=device)
+        self.numbers: Sequence[Scalar] = [0.0] * count
+        self._places = [*self.values.unbind()]
+        self._counted = torch.zeros((), dtype=torch.float64, device=device)
+        self._number, self._skip, self._stream = self.words.unbind()
+        self._there: list[float | None] = [None] * count
+        self._seed: int | None = None
+        self._skips: bool | None = None
+        self._graphs = False
+
+    def count(self, done: Tensor) -> Tensor:
+        """The number of the next step, after so many: fp64, to be read before the next is counted."""
+        torch.add(done, 1, out=self._number)
+        return self._counted.copy_(self._number)
+
+    def fill(self, numbers: Sequence[Scalar], seed: int | None, skip: Tensor | None) -> None:
+        """For the step whose number was counted last; no tensor is looked at.
+
+        seed  of the random bits, None: none are drawn; skip: bool, None: no
+        Numbers that stand there already are not written again.  A graph writes all; and since nobody says when it runs,
+        all is written after it, too.
+        """
+        self.numbers = numbers
+        self._graphs = self._graphs or capturing()
+        for i, x in enumerate(numbers):
+            if isinstance(x, Tensor):
+                self._places[i].copy_(x)
+                self._there[i] = None
+            elif self._graphs or x != self._there[i] or x == 0:  # zeros have signs
+                self._places[i].fill_(ctypes.c_float(x).value)  # an infinity, where `fill_` would refuse it
+                self._there[i] = x
+        if seed is not None and (self._graphs or seed != self._seed):
+            self._stream.fill_(keys.stream_of_steps(seed))
+            self._seed = seed
+        if skip is not None:
+            self._skip.copy_(skip)
+            self._skips = None
+        elif self._graphs or self._skips is not False:
+            self._skip.zero_()
+            self._skips = False
+
+    def tensors(self) -> list[Tensor]:
+        """All that a graph reads of it."""
+        return [self.values, self.words, self._counted]
+
+    def rounded(self, position: int) -> float:
+        """A scalar in fp32, for what torch computes between kernels; RuntimeError where only the device knows it."""
+        value = self.numbers[position]
+        if isinstance(value, Tensor):
+            raise RuntimeError(
+                "a hyper-parameter of a matrix function is a tensor, which a step that is counted on the device does "
+                "not read: give it as a number"
+            )
+        return ctypes.c_float(value).value
+
+
+class Step:
+    """One step of a bucket, counted on the device.
+
+    count  int64: steps done, before it
+    host   fp64: the host states, before it
+    found  of a GradScaler: whether there was an infinity; None: there is no scaler
+    """
+
+    def __init__(self, count: Tensor, host: Sequence[Tensor], found: Tensor | None) -> None:
+        self.count, self.host = count, host
+        self.skip = None if found is None else found.reshape(()).to(count.device, non_blocking=True) != 0
+        self.made: Sequence[Scalar] = ()
+
+    def fill(
+        self,
+        control: Control,
+        function: HostFunction,
+        scalars: int,
+        sign: float,
+        scale: Tensor | None,
+        hypers: Mapping[str, Any],
+        names: Sequence[str],
+        seed: int | None,
+    ) -> None:
+        """Computes the scalars in fp64.
+
+        function, scalars  the host function, and how many of its results are kernel scalars
+        sign, scale        what gradients are multiplied with, and divided by
+        names              of the host states
+        seed               None where no random bits are drawn
+        """
+        number = control.count(self.count)
+        factor: Scalar = sign
+        if scale is not None:
+            factor = sign / scale.reshape(()).to(self.count.device, torch.float64, non_blocking=True)
+        values = function(number, factor, **hypers, **dict(zip(names, self.host, strict=True)))
+        self.made = values[scalars:]
+        control.fill(values[:scalars], seed, self.skip)
+
+    def finish(self) -> None:
+        """Counts the step, and keeps the host states, unless it was skipped."""
+        if self.skip is None:
+            self.count.add_(1)
+        else:
+            self.count.add_(~self.skip)
+        for kept, value in zip(self.host, self.made, strict=True):
+            new = value if isinstance(value, Tensor) else torch.full_like(kept, value)
+            kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
+
+
+def check_calls(variant: Variant, control: Control) -> None:
+    """RuntimeError where a function of matrices between the kernels needs a number that only the device knows."""
+    names = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    for stage in variant.stages:
+        for x in stage.given:
+            if isinstance(x, str):
+                control.rounded(names.index(x))

@@ -1,0 +1,205 @@
+"""A step of several stages as the host sees it: stretches of kernels, and what it does itself between them.
+
+That is functions of whole matrices, which torch computes, and sums over the model, for which all buckets wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout.workspace import Workspace, entries
+from optgen.runtime.records import Stage, Variant
+from optgen.runtime.reference import matrices
+from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.counting import Control
+
+AT_ONCE = 2**28
+"""Bytes of matrices that are put together from their parts at a time."""
+
+Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
+"""Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """kernels: stages [begin, end), functions of matrices not counted; call: one of those; sum: temps of the model;
+    ranks: temps of parts, which other ranks have, too."""
+
+    kind: Literal["kernels", "call", "sum", "ranks"]
+    begin: int = 0
+    end: int = 0
+    stage: Stage | None = None
+    temps: tuple[str, ...] = ()
+
+
+# Spaces whose values a stage may read.
+_SEEN = {
+    "row": {"row", "mat", "tensor", "model"},
+    "col": {"col", "axis", "mat", "tensor", "model"},
+    "axis": {"axis", "col", "mat", "tensor", "model"},
+    "mat": {"mat", "tensor", "model"},
+    "tensor": {"tensor", "model"},
+    "model": {"tensor", "model"},
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ...]:
+    """The parts of a step, in order.
+
+    cut   what of the tensors lies over several ranks: what is summed over that is summed over ranks as late as can be,
+          together with what else then waits
+    """
+    sums = set(variant.model_temps)
+    temps = {t.name: t for t in variant.temps}
+    out: list[Part] = []
+    waiting: list[str] = []
+    begin = end = 0
+    for k, stage in enumerate(variant.stages):
+        following = variant.stages[k + 1] if k + 1 < len(variant.stages) else None
+        seen = _SEEN.get(stage.space)
+        if waiting and (seen is None or any(temps[name].space in seen for name in waiting)):
+            if end > begin:
+                out.append(Part("kernels", begin, end))
+            out.append(Part("ranks", temps=tuple(waiting)))
+            begin, waiting = end, []
+        if stage.space == "call":
+            if end > begin:
+                out.append(Part("kernels", begin, end))
+            out.append(Part("call", stage=stage))
+            begin = end
+            continue
+        end += 1
+        waiting += [
+            name
+            for name in stage.temps
+            if temps[name].reduction
+            and temps[name].space != "model"
+            and sharding.reduced(temps[name].space, temps[name].source) & cut
+        ]
+        if following is None or following.level != stage.level:
+            level = [s for s in variant.stages if s.level == stage.level]
+            wanted = tuple(t for s in level for t in s.temps if t in sums)
+            if wanted:
+                out += [Part("kernels", begin, end), Part("sum", temps=wanted)]
+                begin = end
+    if end > begin:
+        out.append(Part("kernels", begin, end))
+    return tuple(out)
+
+
+def drive(
+    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, kernels: Callable[[int, int], None]
+) -> Runner:
+    """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors."""
+    variant = bucket.variant
+    position = {t.name: k for k, t in enumerate(variant.temps)}
+    for part in parts(variant, bucket.cut):
+        if part.kind == "kernels":
+            kernels(part.begin, part.end)
+        elif part.kind == "call":
+            assert part.stage is not None
+            yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
+        elif part.kind == "ranks":
+            yield sharding.Exchange(sums=_over_ranks(bucket, room, part.temps))
+        else:
+            for name in part.temps:
+                at = [k for _, k in _with_elements(bucket, room.offsets[position[name]])]
+                total = yield [room.memory[k] for k in at]
+                assert total is not None
+                for k in at:
+                    room.memory[k] = total
+
+
+def run(runner: Runner) -> None:
+    """To the end, where nothing is summed over the model or over ranks."""
+    for request in runner:
+        if isinstance(request, list) or request.sums or request.wholes:
+            raise AssertionError("a sum over the model is taken together with the other buckets")
+
+
+def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers of parameters that have elements, on any rank, each with its entry of a column of the room, which may
+    leave out the others.
+
+    Nothing is computed for a tensor without elements: its room would hold the total of the step before.
+    """
+    live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
+    if len(column) == len(live):
+        return list(zip(live, column, strict=True))
+    return [(i, column[i]) for i in live]
+
+
+def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[sharding.Sum]:
+    """What other ranks have parts of, too."""
+    found = []
+    for k, temp in enumerate(bucket.variant.temps):
+        if temp.name not in names:
+            continue
+        over = sharding.reduced(temp.space, temp.source)
+        for i, at in _with_elements(bucket, room.offsets[k]):
+            shard = bucket.shards[i]
+            if shard is None or shard.whole:
+                continue
+            of, matrix = shard.layout, bucket.variant.matrix
+            groups = [(of.mesh, m) for m in of.groups(over, matrix)]
+            size = entries(temp.space, layout.matrix_shape(matrix, bucket.params[i].shape))
+            if groups:
+                value = room.memory[at : at + size]
+                found.append(sharding.Sum(shard.position, groups, temp.reduction.endswith("max"), value))
+    return found
+
+
+def _call(
+    bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
+) -> Generator[sharding.Exchange, Tensor | None, None]:
+    """A function of whole matrices of every tensor, in place.
+
+    Of a tensor that lies over several ranks each computes it for the whole tensor, and keeps its part.
+    """
+    numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
+    function: Callable[..., Tensor] = getattr(matrices, stage.kernel)
+    names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
+    given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
+    own, parted = [], []
+    for i, at in _with_elements(bucket, room.offsets[temp]):
+        p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
+        x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()].view(p.shape)
+        if shard is None or shard.whole or not shard.layout.dims():
+            own.append(x)
+        else:
+            parted.append((x, sharding.Whole(shard.layout, x)))
+    matrix = bucket.variant.matrix
+    for x in own:
+        seen = x.view(layout.matrix_shape(matrix, x.shape))
+        seen.copy_(function(seen, *given))
+    for some in _batches(parted):
+        yield sharding.Exchange(wholes=[wanted for _, wanted in some])
+        for x, wanted in some:
+            assert wanted.found is not None
+            seen = wanted.found.view(layout.matrix_shape(matrix, wanted.found.shape))
+            made = function(seen, *given).view(wanted.found.shape)
+            x.copy_(sharding.part_of(made, wanted.layout))
+            wanted.found = None
+
+
+def _batches(parted: list[tuple[Tensor, sharding.Whole]]) -> Iterator[list[tuple[Tensor, sharding.Whole]]]:
+    """Matrices that are wanted whole at one time: as many as AT_ONCE holds, one at least."""
+    some: list[tuple[Tensor, sharding.Whole]] = []
+    room = 0
+    for x, wanted in parted:
+        size = wanted.layout.shape.numel() * x.element_size()
+        if some and room + size > AT_ONCE:
+            yield some
+            some, room = [], 0
+        some.append((x, wanted))
+        room += size
+    if some:
+        yield some
