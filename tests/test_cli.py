@@ -16,6 +16,7 @@ import optgen
 import specs
 from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, swap, terminal, watch
+from optgen.driver.build import Request
 from optgen.driver.fuzz import Example, read_example
 from optgen.lower import naming
 
@@ -813,6 +814,8 @@ def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(watch.subprocess, "run", record)
     monkeypatch.setattr(watch, "INTERVAL", 0.0)
-    watch.watch(terminal.Terminal("build", False), project, ["mine"], ["fp32"], [], "made", None, False, look)
+    words = ["build", "mine", "--plan", "fp32", "--out", "made"]
+    request = Request(("mine",), ("fp32",), out="made", project=project)
+    watch.watch(terminal.Terminal("build", False), request, words, look)
     assert len(commands) == 2
-    assert commands[0][1:] == ["-m", "optgen", "build", "mine", "--plan", "fp32", "--out", "made"]
+    assert commands[0][1:] == ["-m", "optgen", *words]

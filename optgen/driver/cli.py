@@ -1,4 +1,4 @@
-"""The command line: arguments in, one function of the driver, words out.
+"""The command line: each command calls one function of the driver and reports its result.
 
 Heavy imports stand inside the commands, so that `optgen --help` is quick.
 """
@@ -31,7 +31,10 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec: its name, its file, or file.py:name.")]
+SpecNames = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")]
 PlanName = Annotated[str, typer.Option("--plan", help="A plan: its name, or plans.py:name.")]
+Param = Annotated[str, typer.Option("--param", help="The parameter's dtype.")]
+Flags = Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")]
 DEFAULT_PLAN = "int8_split24"
 NO_SPECS = "nothing to check: specs/ holds no spec; `optgen new my_rule` starts one"
 
@@ -88,7 +91,7 @@ def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or M
 
 @app.command()
 def build(
-    names: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")] = None,
+    names: SpecNames = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
         list[str] | None,
@@ -97,7 +100,7 @@ def build(
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; none: the project's.")] = None,
     maths: Annotated[str | None, typer.Option("--maths", help="strict or fast; none: the project's.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; print what would change; exit 1 if anything.")
+        bool, typer.Option("--check", help="Write nothing; show what would change; exit 1 if anything.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Build again whenever a spec or plan changes.")] = False,
     force: Annotated[
@@ -105,7 +108,7 @@ def build(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the generated package: all of it, or the named specs."""
+    """Generate the package: all of it, or the named specs."""
     with session("build", json) as t:
         from optgen.base.errors import UserError
         from optgen.driver import build as b
@@ -115,21 +118,14 @@ def build(
             _choice("--backend", name, BACKENDS)
         if watch and check:
             raise UserError("E411", option="--watch", want="for building, not for --check", got="--check")
-        request = b.Request(
-            tuple(names or ()),
-            tuple(plan or ()),
-            tuple(backend or ()),
-            out,
-            None if maths is None else _maths(maths),
-            check,
-            force,
-        )
+        chosen = None if maths is None else _maths(maths)
+        request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check, force)
         if watch:
             from optgen.driver.watch import watch as keep_building
 
-            keep_building(t, request.project, names or [], plan or [], backend or [], out, maths, force)
+            keep_building(t, request, [word for word in ARGUMENTS if word != "--watch"])
             return
-        outcome = b.build(request, lambda items, total: t.track(items, total, "printing"))
+        outcome = b.build(request, lambda items, total: t.track(items, total, "generating"))
         if "cpp" in (backend or ()) and not check:
             from optgen.driver.ahead import compile_ahead, kernels_of
 
@@ -167,7 +163,7 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
 
 @app.command("list")
 def list_(json: Json = False) -> None:
-    """Optimizers and plans that can be named."""
+    """List the optimizers and plans that can be named."""
     with session("list", json) as t:
         from optgen.base.loc import relative
         from optgen.driver import load, overview
@@ -190,7 +186,7 @@ def list_(json: Json = False) -> None:
 
 @app.command()
 def check(
-    names: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")] = None,
+    names: SpecNames = None,
     plan: Annotated[
         list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")
     ] = None,
@@ -246,8 +242,8 @@ def check(
 def show(
     spec: SpecName,
     plan: PlanName = DEFAULT_PLAN,
-    param: Annotated[str, typer.Option("--param", help="The parameter's dtype.")] = "bfloat16",
-    flag: Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")] = None,
+    param: Param = "bfloat16",
+    flag: Flags = None,
     maths: Annotated[str, typer.Option("--maths", help="strict or fast.")] = "fast",
     after: Annotated[str | None, typer.Option("--pass", help="The IR after this pass, for instance fold.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Only the lines that each pass changes.")] = False,
@@ -278,11 +274,11 @@ def show(
 def explain(
     spec: SpecName,
     plan: PlanName = DEFAULT_PLAN,
-    param: Annotated[str, typer.Option("--param", help="The parameter's dtype.")] = "bfloat16",
-    flag: Annotated[list[str] | None, typer.Option("--flag", help="A flag to turn over: amsgrad (repeatable).")] = None,
+    param: Param = "bfloat16",
+    flag: Flags = None,
     json: Json = False,
 ) -> None:
-    """Memory, error bounds, traffic, sweeps and why, the lint's verdict."""
+    """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
     with session("explain", json) as t:
         from dataclasses import asdict
 
@@ -337,10 +333,10 @@ def fuzz(
     ] = "reference",
     maths: Annotated[str, typer.Option("--maths", help="For triton and cpp: strict or fast.")] = "fast",
     steps: Annotated[int, typer.Option("--steps", min=1, help="At most this many steps per example.")] = 4,
-    case: Annotated[str | None, typer.Option("--case", help="One example, as a failure printed it.")] = None,
+    case: Annotated[str | None, typer.Option("--case", help="One example, as a failure reports it.")] = None,
     json: Json = False,
 ) -> None:
-    """Random inputs against the derived bounds and the fp64 oracle; prints the worst case found."""
+    """Test random inputs against the derived bounds and the fp64 oracle, and show the worst case found."""
     with session("fuzz", json) as t:
         from optgen.driver import fuzz as f
         from optgen.driver.project import BACKENDS
@@ -348,7 +344,10 @@ def fuzz(
         found, chosen = _pair(spec, plan)
         _choice("--backend", backend, BACKENDS)
         if backend == "triton":
-            _need_triton()
+            from importlib.util import find_spec
+
+            if find_spec("triton") is None:
+                raise Missing("Triton; `optgen doctor` says what is here")
             if f.needs_interpreter():
                 t.hand_over(lambda: f.interpreted(ARGUMENTS))
                 return
@@ -436,7 +435,7 @@ def convert(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Make one checkpoint into another: plan to plan, torch.optim and other packages to ours, ours to torch.optim."""
+    """Convert a checkpoint: plan to plan, torch.optim and other packages to ours, ours to torch.optim."""
     with session("convert", json) as t:
         from optgen.driver import checkpoints
 
@@ -449,7 +448,7 @@ def convert(
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """What this machine has, and what follows from it."""
+    """Show what this machine has, and what follows from it."""
     with session("doctor", json) as t:
         from dataclasses import asdict
 
@@ -468,7 +467,8 @@ def doctor(json: Json = False) -> None:
 # -- shared
 
 
-ARGUMENTS: list[str] = []  # the words of the running command, for the commands that start it again elsewhere
+ARGUMENTS: list[str] = []
+"""Arguments of the running command, for the commands that run it again in another process."""
 
 
 def _param(name: str) -> str:
@@ -478,7 +478,7 @@ def _param(name: str) -> str:
 
 
 def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
-    """The settings that `--flag` asks for: each named flag away from its default."""
+    """Return the settings that `--flag` asks for: each named flag turned from its default."""
     known = {f.name: f.default for f in spec.flags}
     if turned and not known:
         from optgen.base.errors import UserError
@@ -489,15 +489,8 @@ def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
     return {name: not known[name] for name in turned}
 
 
-def _need_triton() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("triton") is None:
-        raise Missing("Triton; `optgen doctor` says what is here")
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """The command `optgen`: its exit code."""
+    """Run the command `optgen` and return its exit code."""
     ARGUMENTS[:] = sys.argv[1:] if arguments is None else arguments
     return run(app, ARGUMENTS)
 

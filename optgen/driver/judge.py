@@ -1,4 +1,4 @@
-"""Whether a plan may store a rule's states: the formats that fit, and the lint's verdict."""
+"""The verdict on a plan for a rule: whether its formats fit the states, and the findings of the lint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optgen.verify.lint import Finding
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the lint says about a pair over all its cases, each finding once."""
+    """The findings of the lint about a pair over all its cases, each once."""
 
     findings: tuple[Finding, ...]
     discouraged: str  # why it is built all the same; "" if it need not be
@@ -26,19 +26,20 @@ class Verdict:
 
 
 def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
-    """The verdict; raises UserError where a format cannot hold a state or a compander is wrong, and, without `force`,
-    where the lint refuses."""
-    cases = list(targets.cases(spec, plan))
-    if force:
-        found = [f for case in cases for f in _linted(spec, case)]
-    else:
-        found = [f for case in cases for f in lint.check(spec, plan, case.storage, case.flags, _where(case))]
-    found += [*(f for case in cases for f in lint.overflow(spec, case.flags)), *lint.vectors(spec)]
-    return Verdict(_once(found), plan.discouraged or ("--force" if force else ""))
+    """Return the verdict.
+
+    Raises UserError where a format cannot hold a state or a compander is wrong, and, without `force`, where the lint
+    refuses.
+    """
+    verdict = look(spec, plan)
+    if verdict.refused and not force:
+        for case in targets.cases(spec, plan):  # raises the first error
+            lint.check(spec, plan, case.storage, case.flags, _where(case))
+    return replace(verdict, discouraged="--force") if force and not plan.discouraged else verdict
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:
-    """The verdict without refusing on the lint's account; raises UserError where a format does not fit, or is wrong."""
+    """Return the verdict, also where the lint refuses; raises UserError where a format does not fit, or is wrong."""
     cases = list(targets.cases(spec, plan))
     found = [f for case in cases for f in (*_linted(spec, case), *lint.overflow(spec, case.flags))]
     return Verdict(_once([*found, *lint.vectors(spec)]), plan.discouraged)
@@ -65,7 +66,7 @@ def _where(case: targets.Case) -> str:
 
 
 def _once(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each (rule, state) once, in order; what is about vectors alone is said of none but them."""
+    """Return each (rule, state) once, errors first; a finding about vectors only where there is no general one."""
     seen: dict[tuple[str, str], Finding] = {}
     for f in sorted(found, key=lambda f: f.where != ""):
         seen.setdefault((f.code, f.state), f)

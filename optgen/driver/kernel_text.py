@@ -53,7 +53,7 @@ def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
     scalars, settings = Pool(), []
     known: dict[tuple[object, ...], str] = {}
     stages: dict[str, Stage] = {}
-    for flags in targets.settings(spec):
+    for flags in spec.settings():
         step = eager_text.rule_step(spec, flags, maths)
         name = targets.function_name(spec, flags)
         names = []

@@ -93,7 +93,7 @@ def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator
 def rules(spec: Spec) -> tuple[Pool, tuple[RuleRecord, ...]]:
     """Return the host functions of a rule in strict maths, and its records under every setting of its flags."""
     pool = Pool()
-    return pool, tuple(_rule(spec, flags, pool) for flags in targets.settings(spec))
+    return pool, tuple(_rule(spec, flags, pool) for flags in spec.settings())
 
 
 def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:

@@ -1,4 +1,4 @@
-"""What to build: specs and plans by name or by file, and which variants a pair has."""
+"""The cases of a pair of spec and plan, and the names of sources and functions in generated text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16"
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of one pair: a flag setting, a parameter dtype, a size class; and how all is stored then.
+    """A flag setting, a parameter dtype and a size class of a pair, with the storage under them.
 
-    vector   whether for tensors of fewer than two dimensions only, where formats differ for them
+    vector   True for tensors of fewer than two dimensions only, where formats differ for them
     """
 
     flags: Mapping[str, bool]
@@ -38,14 +38,9 @@ class Case:
     vector: bool = False
 
 
-def settings(spec: Spec) -> Iterator[dict[str, bool]]:
-    """Every flag setting, the defaults first."""
-    return iter(spec.settings())
-
-
 def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
-    """Every case of (spec, plan): flag settings x parameter dtypes x size classes that differ."""
-    for flags, param in itertools.product(settings(spec), PARAM_DTYPES):
+    """Yield every case of (spec, plan): flag settings x parameter dtypes x size classes that differ."""
+    for flags, param in itertools.product(spec.settings(), PARAM_DTYPES):
         present = spec.present(flags)
         recurrences = recurrences_of(spec, tuple(sorted(flags.items())))
         full = plan.storage(present, param, False, recurrences)
@@ -59,20 +54,18 @@ def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
 
 
 @lru_cache(maxsize=4096)
-def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
+def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
+    """Return the recurrence of each present state, at the steps that change it if there are any."""
     from optgen.lang.symbolic import recurrence
 
     return {s.name: recurrence(spec, spec.moving(dict(flags), s.name), s.name) for s in spec.present(dict(flags))}
 
 
-def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
-    """How each present state depends on its old self, from the spec; at the steps that change it, if there are any."""
-    return _recurrences(spec, flags)
-
-
 def source_name(file: str) -> str:
-    """What generated text calls a source file, wherever it is built from: specs/... for ready-made ones, its path below
-    the folder with [tool.optgen] (else the nearest pyproject.toml), else specs/... in a folder of that name.
+    """Return the name of a source file in generated text, the same wherever it is built from.
+
+    It is specs/... for ready-made specs, else the path below the folder with [tool.optgen] (or the nearest
+    pyproject.toml), else specs/... in a folder of that name.
     """
     path = Path(file).resolve()
     made = ready.specs_dir().resolve()
@@ -85,7 +78,7 @@ def source_name(file: str) -> str:
 
 
 def digest(file: str) -> str:
-    """The first 12 hex digits of the file's sha256, line ends normalised."""
+    """Return the first 12 hex digits of the file's sha256, line ends normalised."""
     try:
         text = Path(file).read_bytes().replace(b"\r\n", b"\n")
     except OSError:
@@ -94,7 +87,7 @@ def digest(file: str) -> str:
 
 
 def placed(spec: Spec, step: Step) -> Step:
-    """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
+    """Return the step with the spec's file renamed, in its stages' references to lines, as in generated text."""
     here = f"({relative(spec.loc.file)}:"
     if not any(here in s.why for s in step.stages):
         return step
@@ -103,7 +96,7 @@ def placed(spec: Spec, step: Step) -> Step:
 
 
 def function_name(spec: Spec, flags: Mapping[str, bool], *words: str) -> str:
-    """adamw, adamw_amsgrad: the words, and the settings that differ from the default."""
+    """Return the words and the settings that differ from the default: adamw, adamw_amsgrad."""
     out = [spec.name, *words]
     for f in spec.flags:
         if flags[f.name] != f.default:
@@ -112,6 +105,6 @@ def function_name(spec: Spec, flags: Mapping[str, bool], *words: str) -> str:
 
 
 def case_name(spec: Spec, case: Case) -> str:
-    """adamw_bfloat16, adamw_bfloat16_small, adamw_bfloat16_amsgrad: a case under its own name."""
+    """Return the name of a case: adamw_bfloat16, adamw_bfloat16_small, adamw_bfloat16_amsgrad."""
     name = function_name(spec, case.flags, case.param.torch)
     return name + ("_small" if case.small else "") + ("_vector" if case.vector else "")

@@ -1,7 +1,7 @@
-"""What commands say, and how they end: rich text for people, one JSON object for programs.
+"""The output and the exit codes of commands: rich text for people, one JSON object for programs.
 
-Results go to stdout, everything about the way there (progress, notes, errors) to stderr.  With `--json` stdout
-holds exactly one object, whatever happens.  NO_COLOR and pipes turn colours off.
+Results go to stdout; progress, notes and errors to stderr. With `--json` stdout holds exactly one object, whatever
+happens. NO_COLOR and pipes turn colours off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optgen.base.loc import relative
 OK = 0
 DIFFERENT = 1  # a check found something
 WRONG_INPUT = 2
-MISSING = 3  # something this machine has not
+MISSING = 3  # this machine lacks something
 INTERNAL = 70
 INTERRUPTED = 130
 
@@ -39,17 +39,17 @@ Item = TypeVar("Item")
 
 
 class Missing(Exception):
-    """A command needs something that this machine does not have."""
+    """Something that a command needs and this machine does not have."""
 
 
 class _Out(Console):
     def on_broken_pipe(self) -> None:
-        """Leaves it to `session`: who reads no further has had enough, and no check found anything."""
+        """Leave it to `session`: a reader that closes the pipe is no error."""
         raise BrokenPipeError
 
 
 class Terminal:
-    """One command's voice."""
+    """The output of one command: its result, its messages and its exit code."""
 
     def __init__(self, command: str, as_json: bool) -> None:
         self.command, self.as_json = command, as_json
@@ -60,7 +60,7 @@ class Terminal:
         self.err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
     def show(self, *what: RenderableType) -> None:
-        """Part of the result, for people."""
+        """Show a part of the result, for people."""
         if self.as_json:
             return
         text = all(isinstance(x, (str, Text)) for x in what)
@@ -79,44 +79,45 @@ class Terminal:
         self.show(text)
 
     def log(self, text: str, style: str = "") -> None:
-        """About the way to the result."""
+        """Write a message to stderr."""
         self.err.print(Text(text, style=style), soft_wrap=True)
 
     def fail(self, code: int = DIFFERENT) -> None:
         self.code = max(self.code, code)
 
     def track(self, items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-        """The items, under a progress bar where stderr is a terminal."""
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
-            yield from bar.track(items, total=total, description=what)
+        """Yield the items and advance a progress bar, where stderr is a terminal."""
+        with self.counter(what, total) as advance:
+            for item in items:
+                yield item
+                advance()
 
     @contextmanager
     def counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that a function call moves on."""
+        """Show a progress bar, where stderr is a terminal; yield the function that advances it."""
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
     def hand_over(self, elsewhere: Callable[[], int]) -> None:
-        """Another process does the command, and says all there is to say."""
+        """Let another process do the command and report everything."""
         self.code, self.silent = elsewhere(), True
 
     def finish(self) -> None:
-        """The JSON object, where one was asked for."""
+        """Write the JSON object, if one was requested."""
         if self.as_json and not self.silent:
             head = {"optgen": SCHEMA, "command": self.command, "ok": self.code == OK, "exit": self.code}
             sys.stdout.write(json.dumps(head | self.result, indent=2, default=str, allow_nan=True) + "\n")
 
-    def error(self, code: int, text: str, **fields: Any) -> None:
+    def error(self, code: int, text: str) -> None:
         self.code = code
-        self.result["error"] = {"message": text, **fields}
+        self.result["error"] = {"message": text}
         self.log(text, "red")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A plain table; text as it is, no markup."""
+    """Return a plain table; cells are shown as they are, without markup."""
     out = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
     for name in columns:
         out.add_column(Text(name), overflow="fold")
@@ -126,16 +127,16 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _width(stream: Any) -> int | None:
-    """Tables in a pipe or a file are not squeezed into 80 columns; COLUMNS says otherwise."""
+    """Return 140 for pipes and files, so that tables are not squeezed into 80 columns; None lets rich decide."""
     return None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else 140
 
 
 @contextmanager
 def session(command: str, as_json: bool) -> Iterator[Terminal]:
-    """Runs a command's body; every way to end has its exit code, and a user's mistake has no traceback."""
+    """Run a command's body: every way to end has its exit code, and a user's mistake has no traceback."""
     terminal = Terminal(command, as_json)
     try:
-        # What a spec prints while it is loaded would stand before the object.
+        # A spec that prints while it is loaded would write before the object.
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             yield terminal
     except UserError as error:
@@ -177,14 +178,14 @@ def _internal(terminal: Terminal, error: Exception) -> None:
 
 
 def _close_out() -> None:
-    """Python writes what is left of stdout when it ends: to nowhere."""
+    """Send the rest of stdout, which Python writes when it ends, to nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def as_fields(error: UserError) -> dict[str, Any]:
-    """A user error as data."""
+    """Return a user error as data."""
     places = [
         {"file": relative(x.file), "line": x.line, "column": x.column, "function": x.function} for x in error.locs
     ]
@@ -194,7 +195,7 @@ def as_fields(error: UserError) -> dict[str, Any]:
 
 
 def _print_error(terminal: Terminal, text: str) -> None:
-    """The error as it is, its first line and its carets in red."""
+    """Write the error, its first line and its carets in red."""
     styled = Text()
     for k, line in enumerate(text.splitlines()):
         caret = line.lstrip(" |").startswith("^")
@@ -203,10 +204,10 @@ def _print_error(terminal: Terminal, text: str) -> None:
 
 
 def run(app: typer.Typer, arguments: list[str] | None) -> int:
-    """The whole program: its exit code.  A wrong option with --json is an object as well."""
+    """Run the program and return its exit code; with --json a wrong option is reported as an object as well."""
     words = sys.argv[1:] if arguments is None else arguments
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this; the exit code is told all the same
+        if getattr(sys, name) is None:  # closed by the parent process; the exit code is still right
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         code = app(args=words, prog_name="optgen", standalone_mode=False)
@@ -215,7 +216,7 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
         if message is None:
             raise
         if not message():
-            return WRONG_INPUT  # no command was named: the help stands there already
+            return WRONG_INPUT  # no command was named, and the help was shown
         if "--json" in words:
             terminal = Terminal("", True)
             terminal.error(WRONG_INPUT, message())

@@ -1,6 +1,6 @@
-"""`optgen build --watch`: builds again whenever a spec, a plan or the project's table changes.
+"""`optgen build --watch`: build again whenever a spec, a plan or the project's table changes.
 
-Every build is a process of its own, so that what a changed file imports is read anew as well.
+Every build is a process of its own, so that modules imported by a changed file are read again as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from optgen.base.errors import UserError
 from optgen.driver import load
-from optgen.driver.build import read_manifest
+from optgen.driver.build import Request, read_manifest
 from optgen.driver.project import placed, read_config
 from optgen.driver.terminal import Terminal
 
@@ -24,10 +24,10 @@ Stamps = dict[Path, tuple[int, int]]
 
 
 def stamps(project: Path, names: Sequence[str], plans: Sequence[str] = (), out: str | None = None) -> Stamps:
-    """Every watched file with its time and size; a file that goes away between two calls is left out.
+    """Return every watched file with its modification time and size; files that are gone are left out.
 
-    They are the project's table, all of specs/, and what is built from elsewhere: by the command line, the table, or an
-    earlier build.
+    They are the project's table, all of specs/, and the files outside of it that the command line, the table or an
+    earlier build names.
     """
     files = {project / "pyproject.toml"}
     for reference in (*names, *plans, *_elsewhere(project, out)):
@@ -49,7 +49,7 @@ def stamps(project: Path, names: Sequence[str], plans: Sequence[str] = (), out: 
 
 
 def _elsewhere(project: Path, out: str | None) -> Iterator[str]:
-    """What the table and the generated folder call specs and plans by; the build says what is wrong with either."""
+    """Yield the references to specs and plans in the table and the manifest; the build reports errors in either."""
     with contextlib.suppress(UserError):
         config = read_config(project)
         for rule in config.build or ():
@@ -59,37 +59,21 @@ def _elsewhere(project: Path, out: str | None) -> Iterator[str]:
 
 
 def watch(
-    terminal: Terminal,
-    project: Path,
-    names: Sequence[str],
-    plans: Sequence[str],
-    backends: Sequence[str],
-    out: str | None,
-    maths: str | None,
-    force: bool,
-    keep_on: Callable[[], bool] = lambda: True,
+    terminal: Terminal, request: Request, arguments: Sequence[str], keep_on: Callable[[], bool] = lambda: True
 ) -> None:
-    """Builds now and after every change, until interrupted."""
-    command = [sys.executable, "-m", "optgen", "build", *names]
-    for option, values in (("--plan", plans), ("--backend", backends)):
-        for value in values:
-            command += [option, value]
-    command += ["--out", out] if out is not None else []
-    command += ["--maths", maths] if maths is not None else []
-    command += ["--force"] if force else []
-    command += ["--json"] if terminal.as_json else []
-    terminal.silent = True  # every build says its own
+    """Build now and after every change, until interrupted; `arguments` are those of the command without --watch."""
+    terminal.silent = True  # every build reports its own result
     before: Stamps = {}
     try:
         while keep_on():
-            now = stamps(project, names, plans, out)
+            now = stamps(request.project, request.names, request.plans, request.out)
             if now != before:
                 if before:
                     changed = [p.name for p in sorted(set(now) | set(before)) if now.get(p) != before.get(p)]
                     terminal.log(f"changed: {', '.join(changed)}", "dim")
                 before = now
-                # Its errors stand on stderr already; the next change gives it another try.
-                subprocess.run(command, check=False)
+                # Its errors are on stderr already; the next change gives it another try.
+                subprocess.run([sys.executable, "-m", "optgen", *arguments], check=False)
             time.sleep(INTERVAL)
     except KeyboardInterrupt:
         terminal.log("stopped", "dim")
