@@ -1,6 +1,6 @@
-"""Sums of gradients over micro-batches, kept in any plan's format: for `release_gradients(accumulator=...)`.
+"""The sum of gradients over micro-batches, stored in any plan's format, for `release_gradients(accumulator=...)`.
 
-    opt.release_gradients(model, accumulate=8, accumulator=accumulator("int8"))
+opt.release_gradients(model, accumulate=8, accumulator=accumulator("int8"))
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from optgen.lang import optimizer, state
 
 @optimizer(cite="a plain sum")
 def gradient_sum(p: Any, g: Any, total: Any = state()) -> Any:
-    """The sum of the gradients so far; what stands in the place of the weight takes it."""
+    """Add the gradient to the sum; the parameter of the step receives the sum."""
     total = total + g
     p = total
     return p, total
 
 
 def accumulator(plan: Plan | str = "int8", *, seed: int = 0, backend: str = "auto") -> functools.partial[Any]:
-    """What makes the accumulator of a parameter, under a plan.
+    """Return the constructor of an accumulator for a parameter, under a plan.
 
     plan           "int8" (1.03 bytes per element), "bf16_sr" (2), "fp32" (4), or one of your own, of which
                    the format for signed states counts
     seed, backend  as for an optimizer
 
-    The sum that an update gets is off by at most one storing error per micro-batch but the last, under stochastic
-    plans to either side.  Tensors too small for the plan are kept in fp32.
+    The sum that an update reads is off by at most one storing error for each micro-batch but the last; the errors of
+    stochastic plans have both signs. Tensors too small for the plan are kept in fp32.
     """
     made: Callable[..., Any] = compile(gradient_sum, plan)
     return functools.partial(made, seed=seed, backend=backend)

@@ -1,4 +1,4 @@
-"""Turning an fp32 model into a 16-bit one, for optimizers that hold the weights' full precision themselves."""
+"""`cast_model`: make an fp32 model a 16-bit one, for optimizers that store the weights' full precision."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _below(name: str, modules: set[str]) -> bool:
-    """Whether a dotted name is one of the modules or stands in one."""
+    """Return True if a dotted name is one of the modules or inside of one."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts) + 1))
 
@@ -105,7 +105,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:
 
 
 def _has_bits(exact: Tensor) -> bool:
-    """Whether a weight has low bits that can be kept: fp32 numbers in memory of its own."""
+    """Return True if a weight has low bits that can be kept: fp32 numbers in its own memory."""
     plain = type(exact) is Tensor and exact.layout is torch.strided and not exact.is_meta
     return plain and exact.dtype == torch.float32
 
@@ -136,7 +136,7 @@ def _own_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def _convert(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same structure of tuples, lists and dicts with floating tensors in another dtype."""
+    """Return the same structure of tuples, lists and dicts with floating tensors in another dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -149,7 +149,7 @@ def _convert(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _no_boundary(module: nn.Module) -> None:
-    """Take away what an earlier call put around a module that is cast like the rest now."""
+    """Remove the hooks of an earlier call from a module that is now cast like the rest."""
     for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Out)]:
         del module._forward_hooks[key]
     for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _In)]:
@@ -158,7 +158,7 @@ def _no_boundary(module: nn.Module) -> None:
 
 
 def _at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert what enters and leaves a kept module; a second call only changes the dtype of what leaves."""
+    """Convert the inputs and outputs of a kept module; a second call only changes the outputs' dtype."""
     present = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Out)]
     for hook in present:
         hook.dtype = dtype

@@ -147,14 +147,14 @@ def cache_folder() -> Path:
 
 
 def wanted_cache_folder() -> Path:
-    """Where the cache would be."""
+    """Return the cache folder of the environment, before it is made or checked."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
     return home / "optgen"
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's own, no link, and writable by nobody else."""
+    """Return True if a folder is the user's own, no link, and writable by nobody else."""
     found = folder.lstat()
     owned = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
     return stat.S_ISDIR(found.st_mode) and owned and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,4 +1,4 @@
-"""`optgen doctor`: what this machine has, and what follows from it."""
+"""`optgen doctor`: report what this machine has, and what follows from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDED = ("torch", "numpy", "sympy", "jinja2", "typer", "rich", "hypothesis")
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at."""
+    """A line of the report."""
 
     what: str
     found: str
@@ -30,7 +30,7 @@ class Line:
 
 
 def doctor() -> list[Line]:
-    """Every line, in a fixed order."""
+    """Return every line, in a fixed order."""
     lines = [
         Line("optgen", f"{optgen.__version__}, {'a checkout' if ready.is_checkout() else 'installed'}"),
         Line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -65,7 +65,7 @@ def _package(name: str, absent: Verdict, advice: str = "") -> Line:
 
 
 def _guarded(what: str, look: Callable[[], Line]) -> Line:
-    """A look that must not take the others down with it: drivers fail in many ways."""
+    """Return the line of one look; its failure, of a driver for instance, must not end the others."""
     try:
         return look()
     except Exception as error:

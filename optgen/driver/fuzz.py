@@ -1,9 +1,8 @@
-"""`optgen fuzz`: random steps of a generated optimizer against the derived bounds and the fp64 oracle.
+"""`optgen fuzz`: test random steps of a generated optimizer against the derived bounds and the fp64 oracle.
 
-Hypothesis draws what is adversarial (shapes with tails, scales from 1e-38 to 1e38, zeros, dtypes, flags, hyper-
-parameters within their ranges, the number of steps); a seed fills in the numbers.  Every element of every value
-is held to its own bound; the worst case found is reported beside it.  A violation is shrunk and comes with the
-line that repeats it.
+Hypothesis draws the adversarial part (shapes with tails, scales from 1e-38 to 1e38, zeros, dtypes, flags, hyper-
+parameters within their ranges, the number of steps); a seed fills in the numbers. Every element of every value is
+held to its own bound, and the worst case is reported. A violation is shrunk and comes with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Example:
-    """One drawn case; everything else follows from it."""
+    """A drawn case, from which everything else follows."""
 
     shape: tuple[int, ...] = (65, 65)
     dtype: str = "float32"
@@ -70,27 +69,27 @@ class Example:
     seed: int = 0
 
     def text(self) -> str:
-        """As `--case` takes it: what differs from the defaults."""
+        """Return the fields that differ from the defaults, as `--case` takes them."""
         plain = asdict(Example())
         return json.dumps({k: v for k, v in asdict(self).items() if v != plain[k]}, separators=(",", ":"))
 
 
 def read_example(text: str) -> Example:
-    """The inverse of Example.text."""
+    """Read an example: the inverse of Example.text."""
     try:
         data = json.loads(text)
         example = Example(**data)
         hypers = {k: tuple(v) if isinstance(v, list) else v for k, v in example.hypers.items()}
         return replace(example, shape=tuple(example.shape), hypers=hypers)
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError("E411", option="--case", want="the text that fuzz printed", got=f"{text} ({error})") from None
+        raise UserError("E411", option="--case", want="the text that fuzz reported", got=f"{text} ({error})") from None
 
 
 # -- drawing
 
 
 def _hyper_values(decl: HyperDecl, whole: bool) -> st.SearchStrategy[Any]:
-    """The default, small changes of it, and the ends of its range; `whole`: among the positive whole numbers."""
+    """Draw from the default, small changes of it, and the ends of its range; `whole`: from positive whole numbers."""
 
     def one(default: float) -> st.SearchStrategy[float]:
         shrunk = [default * f for f in (1.0, 0.5, 0.1, 1e-3, 10.0)] + [1 - (1 - default) * f for f in (0.1, 10.0)]
@@ -105,7 +104,7 @@ def _hyper_values(decl: HyperDecl, whole: bool) -> st.SearchStrategy[Any]:
 
 
 def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
-    """Examples of a spec; the first things to shrink to are the simplest."""
+    """Draw examples of a spec; they shrink to the simplest."""
     free = [f for f in spec.flags if not f.derived]
     flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in free})
     counts = {f.every for f in spec.flags}  # of steps
@@ -130,8 +129,7 @@ def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
 
 
 def _allowed(spec: Spec, example: Example) -> Example:
-    """The example without the flags that its hyper-parameters rule out, and with rows and columns where the rule works
-    on them."""
+    """Return the example without flags that its hyper-parameters rule out, and as a matrix where the rule needs one."""
     values = {h.name: h.default for h in spec.hypers} | dict(example.hypers)
     ruled_out = {
         f.name for f in spec.flags if f.needs and values[f.needs] == 0 or f.excludes and values[f.excludes] != 0
@@ -147,7 +145,7 @@ def _allowed(spec: Spec, example: Example) -> Example:
 
 
 def _numbers(example: Example, scale: int, generator: torch.Generator, *, nonneg: bool = False) -> Tensor:
-    """fp32 of the example's shape: normal numbers times powers of ten, some of them 0; finite."""
+    """Return finite fp32 of the example's shape: normal numbers times powers of ten, some of them 0."""
     shape = example.shape
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     spread = torch.rand(shape, generator=generator, dtype=torch.float64) * -example.spread
@@ -158,7 +156,7 @@ def _numbers(example: Example, scale: int, generator: torch.Generator, *, nonneg
 
 
 def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: str, maths: Maths) -> Report:
-    """The report of one example, every step anchored to what was kept before it."""
+    """Return the report of one example; every step begins with the values stored by the one before."""
     generator = torch.Generator().manual_seed(example.seed)
     options = {**example.hypers, **example.flags}
     p = _numbers(example, example.p_scale, generator).clamp(-6e4, 6e4)
@@ -197,7 +195,7 @@ def _is_fast(backend: str, maths: Maths) -> bool:
 
 @dataclass
 class Result:
-    """What a fuzz run found."""
+    """The result of a fuzz run."""
 
     examples: int
     report: Report | None
@@ -212,13 +210,13 @@ class Result:
 
     @property
     def unbounded(self) -> Mapping[str, tuple[int, int]]:
-        """Values in formats with a bound of which some elements have none: how many of how many."""
+        """Count (elements without a bound, elements) of values whose format has a bound for some elements only."""
         counts = self.report.unbounded if self.report else {}
         return {name: count for name, count in counts.items() if count[0] and name not in self.unknown}
 
     @property
     def unknown(self) -> Mapping[str, str]:
-        """States of which nothing was checked, and their formats."""
+        """Map the values that were not checked to their formats, which have no known bound."""
         return self.report.unknown if self.report else {}
 
 
@@ -239,7 +237,7 @@ def fuzz(
     progress: Callable[[], None] | None = None,
     reference: str = "",
 ) -> Result:
-    """`count` examples under a seed, or one given `case`.  `reference`: how the command line named spec and plan."""
+    """Test `count` examples under a seed, or one `case`; `reference` names the spec as the command line did."""
     torch.set_num_threads(1)
     cls = compile_class(spec, plan, maths if backend != "reference" else "fast")
     result = Result(0, None, {})
@@ -249,7 +247,7 @@ def fuzz(
     def one(example: Example) -> None:
         nonlocal shrink_until
         if time.monotonic() > shrink_until and example != last[-1][0]:
-            reject()  # long enough: what was found last is the answer
+            reject()  # shrinking took long enough: the last failure is the answer
         result.examples += not last
         if progress:
             progress()
@@ -287,7 +285,7 @@ def fuzz(
 
 
 def _keep(result: Result, report: Report, example: Example) -> None:
-    """Adds an example's report, and remembers which example was the worst for each value."""
+    """Add an example's report, and keep the worst example of each value."""
     before = result.report.worst if result.report else {}
     for name, w in report.worst.items():
         if name not in before or w.ratio > before[name].ratio:
@@ -296,13 +294,13 @@ def _keep(result: Result, report: Report, example: Example) -> None:
 
 
 def keep_away_from(folder: Path) -> None:
-    """Hypothesis keeps what it learns of the running code in .hypothesis: beside the cache, not in a user's folder."""
+    """Let Hypothesis keep its files, .hypothesis by default, in the cache folder and not in a user's."""
     if not (folder / ".hypothesis").is_dir():
         set_hypothesis_home_dir(cache_folder() / "hypothesis")
 
 
 def interpreted(arguments: list[str]) -> int:
-    """The same command in a process whose Triton interprets: that is decided when Triton is imported."""
+    """Run the command in a process whose Triton interprets, which is decided when Triton is imported."""
     command = [sys.executable, "-m", "optgen", *arguments]
     # NumPy warns of every overflow that an example provokes on purpose.
     environment = {**os.environ, INTERPRET: "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
@@ -310,12 +308,12 @@ def interpreted(arguments: list[str]) -> int:
 
 
 def needs_interpreter() -> bool:
-    """Whether Triton kernels can only run interpreted here, and are not yet."""
+    """Return True if Triton kernels can only run interpreted here, and this process compiles them."""
     return os.environ.get(INTERPRET) != "1" and not torch.cuda.is_available()
 
 
 def row(w: Worst) -> dict[str, Any]:
-    """A worst case as data."""
+    """Return a worst case as data."""
     return {
         "value": w.name, "ratio": w.ratio, "error": w.error, "bound": w.bound, "got": w.got, "exact": w.exact,
         "index": list(w.index),

@@ -1,7 +1,7 @@
-"""Finding and loading specs and plans: the user's own first, then the ready-made ones.
+"""Find and load specs and plans: the user's own first, then the ready-made ones.
 
-A name is looked for in the project's `specs/` folder, then among the ready-made specs; a path names a file,
-and `file.py:name` one of several in it.  A spec is Python: loading a file runs it.
+A name is looked for in the project's `specs/` folder, then among the ready-made specs; a path names a file, and
+`file.py:name` one of several in it. A spec is Python: loading a file runs it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ class Entry:
 
 
 def table_above(folder: Path) -> Path | None:
-    """The nearest folder at or above this one whose pyproject.toml holds [tool.optgen]."""
+    """Return the nearest folder at or above this one whose pyproject.toml holds [tool.optgen]."""
     for place in (folder.resolve(), *folder.resolve().parents):
         file = place / "pyproject.toml"
-        with contextlib.suppress(OSError):  # somebody else's, in a folder above; read_config tells of the project's own
+        with contextlib.suppress(
+            OSError
+        ):  # of another project above; read_config reports the project's own
             if file.is_file() and _TABLE.search(file.read_bytes()):
                 return place
     return None
@@ -62,13 +64,13 @@ _TABLE = re.compile(rb"^\s*\[+\s*tool\s*\.\s*optgen\b", re.MULTILINE)
 
 
 def home() -> Path:
-    """The project: the current folder if it holds `specs/`, else the nearest above with [tool.optgen], else it."""
+    """Return the current folder if it has `specs/`, else the nearest above with [tool.optgen], else the current one."""
     here = Path.cwd()
     return here if (here / "specs").is_dir() else table_above(here) or here
 
 
 def folders(project: Path | None = None) -> tuple[Path, ...]:
-    """Where specs are looked for: `specs/` of the project (by default `home()`), the ready-made."""
+    """Return the folders of specs: `specs/` of the project (by default `home()`), and the ready-made ones."""
     own = (project or home()) / "specs"
     made = ready.specs_dir()
     same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
@@ -76,8 +78,9 @@ def folders(project: Path | None = None) -> tuple[Path, ...]:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """The Python files of a folder, sorted, without those that editors and systems lay beside them: their names begin
-    with a dot, and they may be links to nowhere (.#mine.py) or no text (._mine.py).
+    """Return the Python files of a folder, sorted, without those whose names begin with a dot.
+
+    Editors and systems write these: they may be links to nowhere (.#mine.py) or no text (._mine.py).
     """
     try:
         return sorted(f for f in folder.iterdir() if f.suffix == ".py" and not f.name.startswith(".") and f.is_file())
@@ -86,7 +89,7 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """E417 of what the system says of a file or a folder."""
+    """Return E417 with the system's message about a file or a folder."""
     return UserError("E417", path=relative(str(path)), why=error.strerror or str(error))
 
 
@@ -98,7 +101,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _stems(folder: Path) -> list[str]:
-    """The names of the modules in a folder, for hints; none where it cannot be read."""
+    """Return the names of the modules in a folder, for hints; none where it cannot be read."""
     try:
         return [f.stem for f in python_files(folder)]
     except UserError:
@@ -117,17 +120,17 @@ def _declarations(project: Path | None) -> dict[str, list[tuple[Entry, Loc | Non
     """Return name -> its declarations in the first folder that has any."""
     own = ((project or home()) / "specs").resolve()
     out: dict[str, list[tuple[Entry, Loc | None]]] = {}
-    for folder in folders(project):
+    for folder in reversed(folders(project)):
         here: dict[str, list[tuple[Entry, Loc | None]]] = {}
         for file in python_files(folder):
             for name, place in declared(file) if file.name != PLANS_FILE else ():
                 here.setdefault(name, []).append((Entry(name, file, folder == own), place))
-        out = here | out
+        out |= here
     return out
 
 
 def _single(found: list[tuple[Entry, Loc | None]]) -> Entry:
-    """Return the only declaration of a name; E412 where there are several."""
+    """Return the only declaration of a name. Raises E412 for several."""
     if len(found) > 1:
         for entry, place in found:
             if place is None:  # named after an unreadable file: its own error comes first
@@ -148,17 +151,17 @@ NO_SPEC = (
 
 
 def without_spec(project: Path | None = None) -> list[Path]:
-    """Files of the project's own specs/ that look like specs and hold none."""
+    """Return the files of the project's own specs/ that look like specs and hold none."""
     own = (project or home()) / "specs"
     files = python_files(own) if own.is_dir() else []
     return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
 
 
 def declared(file: Path) -> tuple[tuple[str, Loc | None], ...]:
-    """Return name and place of the specs of a file, read from its syntax tree: functions under `@optimizer` and what
-    wrappers make of rules.
+    """Return name and place of the specs in a file, from its syntax tree: functions under `@optimizer`, and results of
+    wrappers.
 
-    A file that cannot be read goes by its own name, without a place: the error is raised when it is loaded.
+    A file that cannot be read is listed under its own name, without a place; loading it raises the error.
     """
     try:
         return _declared(file, file.stat().st_mtime_ns)
@@ -174,12 +177,12 @@ def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
         return ((file.stem, None),)
     found = []
     imports = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    known = {a.asname or a.name: a.name for a in imports}  # what a name stands for
+    known = {a.asname or a.name: a.name for a in imports}  # name -> imported name
     for n in tree.body:
         names = []
-        if isinstance(n, ast.FunctionDef) and any(_is_mark(d, known) for d in n.decorator_list):
+        if isinstance(n, ast.FunctionDef) and any(_name_of(d, known) == "optimizer" for d in n.decorator_list):
             names = [n.name]
-        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _called(n.value) in WRAPPERS:
+        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _name_of(n.value) in WRAPPERS:
             made = _made_name(n.value, known)
             targets = [x.id for x in n.targets if isinstance(x, ast.Name)]
             known |= {target: made or target for target in targets}
@@ -193,32 +196,30 @@ WRAPPERS = frozenset({"clipped", "lookahead"})
 
 
 def _made_name(made: ast.expr, known: Mapping[str, str]) -> str:
-    """The name that a wrapper gives to the spec it makes, after the rule inside; "" where that is not to be seen."""
+    """Return the name that a wrapper gives to its spec, after the inner rule; "" where the text does not say."""
     if isinstance(made, ast.Call):
         inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
-        inner = _made_name(inside[0], known) if _called(made) in WRAPPERS and inside else ""
-        return f"{_called(made)}_{inner}" if inner else ""
-    if isinstance(made, ast.Attribute):
-        return made.attr
-    return known.get(made.id, made.id) if isinstance(made, ast.Name) else ""
+        inner = _made_name(inside[0], known) if _name_of(made) in WRAPPERS and inside else ""
+        return f"{_name_of(made)}_{inner}" if inner else ""
+    return _name_of(made, known)
 
 
-def _called(call: ast.Call) -> str:
-    f = call.func
-    return f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")
+def _name_of(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
+    """Return the name of a function, attribute or variable, or of the function that a call calls; else "".
 
-
-def _is_mark(decorator: ast.expr, known: Mapping[str, str]) -> bool:
-    f = decorator.func if isinstance(decorator, ast.Call) else decorator
-    name = f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")
-    return known.get(name, name) == "optimizer"
+    known   variable -> the name that it was imported under
+    """
+    f = node.func if isinstance(node, ast.Call) else node
+    if isinstance(f, ast.Attribute):
+        return f.attr
+    return (known or {}).get(f.id, f.id) if isinstance(f, ast.Name) else ""
 
 
 # -- specs
 
 
 def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
-    """The spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule")."""
+    """Return the spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule")."""
     path, name = _split(reference)
     if path is None:
         known = _declarations(project)
@@ -234,7 +235,7 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
 
 
 def find_plan(reference: str | Path, project: Path | None = None) -> Plan:
-    """The plan of that name, in that file, or of that name in that file."""
+    """Return the plan of that name, in that file, or of that name in that file."""
     path, name = _split(reference)
     if path is not None:
         return _pick(_of(path, Plan), name, path, "plan")
@@ -245,7 +246,7 @@ def find_plan(reference: str | Path, project: Path | None = None) -> Plan:
 
 
 def plans(project: Path | None = None) -> dict[str, Plan]:
-    """Name -> plan: the ready-made ones in their order, then what the project's specs/plans.py adds or replaces."""
+    """Return name -> plan: the ready-made ones in their order, then those that the project's specs/plans.py adds."""
     out: dict[str, Plan] = {}
     for folder in reversed(folders(project)):
         file = folder / PLANS_FILE
@@ -255,7 +256,7 @@ def plans(project: Path | None = None) -> dict[str, Plan]:
 
 
 def _split(reference: str | Path) -> tuple[Path | None, str]:
-    """(file, name): file is None for a bare name, name is "" where the file alone is given."""
+    """Return (file, name): file is None for a bare name, name is "" where the file alone is given."""
     text = str(reference)
     head, colon, name = text.rpartition(":")
     if colon and head.endswith(".py"):
@@ -273,7 +274,7 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
 
 
 def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
-    """Name -> what the file itself defines of a kind, in its order; imported ones belong to another file."""
+    """Return name -> specs or plans that the file defines, in its order, without those that it imports."""
     out: dict[str, Found] = {}
     written = declared(file)
     for name, _ in written:
@@ -314,7 +315,7 @@ _loaded: dict[Path, tuple[int, int, ModuleType]] = {}
 
 
 def load(file: Path) -> ModuleType:
-    """The module of a file, run once as long as it does not change; what goes wrong in it is a UserError."""
+    """Return the module of a file, run once while the file does not change. Raises UserError for errors in it."""
     file = file.resolve()
     try:
         stat = file.stat()
@@ -324,7 +325,7 @@ def load(file: Path) -> ModuleType:
         text = file.read_bytes()
     except OSError as error:
         raise unreadable(file, error) from error
-    # The name is no package of anyone's: a project's plans.py and the ready-made one live side by side.
+    # The name is private: a project's plans.py and the ready-made one are both loaded.
     name = f"_optgen_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     made = importlib.util.spec_from_file_location(name, file)
     assert made is not None
@@ -348,17 +349,17 @@ def load(file: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _neighbours(file: Path) -> Iterator[None]:
-    """Lets a file import those beside it, as `helper` or as `specs.helper`, and the ready-made ones as `specs.adamw`.
+    """Let a file import those beside it, as `helper` or as `specs.helper`, and the ready-made ones as `specs.adamw`.
 
-    Last on the path, they shadow nothing.
+    They are last on the path, and shadow nothing.
     """
     before, made_ready = list(sys.path), str(ready.specs_dir())
     foreign = sys.modules.get("specs")
     package, beside = ModuleType("specs"), list[str]()
     try:
         sys.path += [str(file.parent), str(file.parent.parent)]
-        # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.  In
-        # a wheel it is the project's own folder, or nobody's.
+        # In a checkout `specs` is the package of the ready-made ones; a project's own files are found after those.
+        # With a wheel it is the project's own folder, or does not exist.
         package = _package("specs") or package
         beside = list(getattr(package, "__path__", ()))
         own = [str(file.parent)] if file.parent.name == "specs" else []
@@ -372,7 +373,7 @@ def _neighbours(file: Path) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("specs.") and (nobodys or made_ready not in beside):
                 place = getattr(module, "__file__", None)
-                # What is found there later, or by another project, is not to be taken for these.
+                # Another project must find its own modules of these names.
                 if nobodys or (place is not None and str(Path(place).parent) == made_ready):
                     del sys.modules[name]
         if nobodys:
@@ -382,9 +383,9 @@ def _neighbours(file: Path) -> Iterator[None]:
 
 
 def _package(name: str) -> ModuleType | None:
-    """A package that stands on Python's path; None where there is none, or it cannot be imported.
+    """Import a package from Python's path; None where there is none, or it cannot be imported.
 
-    A module of that name is somebody's file, a spec or a script: it is not run for this.
+    A plain module of that name may be a spec or a script: it is not run.
     """
     with contextlib.suppress(Exception, SystemExit):  # whatever an __init__.py raises
         found = importlib.util.find_spec(name)
@@ -394,10 +395,10 @@ def _package(name: str) -> ModuleType | None:
 
 
 def _place(error: SyntaxError, file: str) -> Loc:
-    """Where a file is no Python.
+    """Return the place of a syntax error.
 
-    Python counts columns in bytes of UTF-8 once it has a tree (`return` outside of a function); before, in characters
-    of a text, and of a file in either.  So the file is parsed again, as a text.
+    Python counts columns in bytes of UTF-8 once it has a tree (`return` outside of a function), and before in
+    characters of a text; of a file, in either. So the file is parsed again, as a text.
     """
     make: Callable[..., Loc] = Loc
     try:
@@ -409,7 +410,7 @@ def _place(error: SyntaxError, file: str) -> Loc:
 
 
 def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
-    """A fault in a user's file, with its place."""
+    """Return E401 or E402 for an error in a user's file, with its place."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return UserError("E401", loc=_place(error, error.filename), text=f"{type(error).__name__}: {error.msg}")
     if isinstance(error, (SyntaxError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
@@ -424,21 +425,19 @@ def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
 
 
 def _meant(error: Exception | SystemExit, file: Path) -> str:
-    """A name like the one that is not there, or what to write instead; "" where nothing is known."""
+    """Return the hint for an error: a name like the missing one, or what to write instead; "" where none is known."""
     source: object
     if isinstance(error, SystemExit):
         return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
     if isinstance(error, NameError) and error.name:
-        near = did_you_mean(error.name, optgen.lang.__all__)
-        return _home(error.name) or (near if near.startswith("did you mean") else "")
+        return _home(error.name) or _close(error.name, optgen.lang.__all__)
     if isinstance(error, ImportError):
         if "relative import" in str(error):
             return "a file beside this one is imported by its name alone: from helper import ..."
         if isinstance(error, ModuleNotFoundError) and error.name:
             package, _, module = error.name.rpartition(".")
             beside = _stems(file.parent) if package in ("", file.parent.name) else []
-            near = did_you_mean(module, beside)
-            return near if near.startswith("did you mean") else ""
+            return _close(module, beside)
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         source = sys.modules.get(words[2]) if words else None
         name = words[1] if words else ""
@@ -457,14 +456,18 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     else:
         return ""
     known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
+    functions = f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
+    return _close(name, known) or functions
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean ...?" for a name that is like a known one, else ""."""
     near = did_you_mean(name, known)
-    if near.startswith("did you mean"):
-        return near
-    return f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
+    return near if near.startswith("did you mean") else ""
 
 
 def _home(name: str) -> str:
-    """How a name of ours is imported; "" for any other."""
+    """Return the import of a name of optgen's; "" for any other."""
     for module in (optgen.lang, optgen.formats):
         if name in module.__all__:
             return f"from {module.__name__} import {name}"
@@ -473,7 +476,7 @@ def _home(name: str) -> str:
 
 
 def _usage(text: str) -> str:
-    """How the function of ours is called that a TypeError's text begins with; "" for any other."""
+    """Return the signature of optgen's function that a TypeError's text begins with; "" for any other."""
     words = re.match(r"(\w+)(?:\.__init__)?\(\) (?:got|missing|takes)", text)
     name = words[1] if words else ""
     found = next((vars(m)[name] for m in (optgen.lang, optgen.formats) if name in m.__all__), None)
@@ -481,10 +484,10 @@ def _usage(text: str) -> str:
         return ""
     parts = []
     for p in inspect.signature(found).parameters.values():
-        if p.name == "function":  # what a decorator stands on
+        if p.name == "function":  # the one that is decorated
             continue
         bare = p.replace(annotation=inspect.Parameter.empty)
         simple = p.default is inspect.Parameter.empty or isinstance(p.default, (bool, int, float, str, NoneType))
-        # A default that is an object of ours has a long text: its name is enough.
+        # A default that is an object has a long text: its name is enough.
         parts.append(str(bare) if simple else f"{p.name}=...")
     return f"{name}({', '.join(parts)})"

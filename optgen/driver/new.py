@@ -1,4 +1,4 @@
-"""`optgen new NAME`: a spec that builds as it stands, to be edited."""
+"""`optgen new NAME`: write a spec that builds as it stands, to be edited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optgen.base.names import camel, is_snake, snake
 from optgen.driver.load import home
 from optgen.lang.optimizer import RESERVED, VARIABLES
 
-CALLED = "sqrt"  # by the template: within a function of that name it would be the function
+CALLED = "sqrt"  # called by the template: a spec of that name would call itself
 TEMPLATE = '''"""{title}: what it does, in one line."""
 
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
@@ -39,7 +39,7 @@ def {name}(
 
 
 def new(name: str, project: Path | None = None) -> Path:
-    """Writes specs/<name>.py and returns its path; never over a file that is there."""
+    """Write specs/<name>.py and return its path; never over an existing file."""
     spelled = snake(name)
     path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
     taken = spelled in RESERVED | VARIABLES or spelled in ("plans", CALLED)

@@ -1,4 +1,4 @@
-"""`optgen list` and `optgen check`: what there is, whether it is sound, and which plan may store which rule."""
+"""`optgen list` and `optgen check`: the specs and plans, their errors, and which plan may store which rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
 
 
 def of_entry(entry: Entry) -> dict[str, Any]:
-    """A row of the list; a spec that cannot be loaded is listed with the reason."""
+    """Return a row of the list; a spec that cannot be loaded is listed with the error's code."""
     row: dict[str, Any] = {"name": entry.name, "file": str(entry.file), "own": entry.own}
     try:
         spec = load.find_spec(f"{entry.file}:{entry.name}")
@@ -32,7 +32,7 @@ def of_entry(entry: Entry) -> dict[str, Any]:
 
 
 def of_plan(plan: Plan) -> dict[str, Any]:
-    """A row of the list; bytes are AdamW's, whose two moments every plan is named after."""
+    """Return a row of the list; bytes are those of AdamW, after whose two moments plans are named."""
     adamw = load.find_spec(ready.specs_dir() / "adamw.py")
     states = adamw.present({f.name: f.default for f in adamw.flags})
     size, of_fp32 = (f"{plan.storage(states, d, False).bytes_per_param:g}" for d in (dtypes.bf16, dtypes.f32))
@@ -47,7 +47,7 @@ def plan_order(name: str) -> tuple[int, str]:
 
 
 def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[UserError]]:
-    """(a row per sound spec: its verdict under every plan, the errors of the others)."""
+    """Return (a row per sound spec: its verdict under every plan, the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
     rows, errors = [], list[UserError]()
     entries = [_entry(n) for n in names] if names else [e for e in load.entries().values() if e.own]
@@ -65,7 +65,7 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
 
 
 def _chosen(names: Sequence[str]) -> list[Plan]:
-    """The plans of these names; a pattern stands for all that it matches."""
+    """Return the plans of these names; a pattern stands for all that it matches."""
     known = load.plans()
     out: dict[str, Plan] = {}
     for name in names:
@@ -76,7 +76,7 @@ def _chosen(names: Sequence[str]) -> list[Plan]:
 
 
 def _entry(name: str) -> Entry:
-    """What a name or a file on the command line stands for."""
+    """Return the entry of a name or a file on the command line."""
     known = load.entries()
     if name in known:
         return known[name]

@@ -1,4 +1,4 @@
-"""What a project wants built: the table [tool.optgen] of its pyproject.toml, or its specs under the usual plans.
+"""The pairs that a project builds: the table [tool.optgen] of its pyproject.toml, or its specs under the usual plans.
 
     [tool.optgen]
     out = "generated"
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,7 +35,7 @@ DEFAULT_PLANS = ("fp32", "int8_split24")
 
 @dataclass(frozen=True)
 class Rule:
-    """These specs under these plans; patterns allowed."""
+    """An entry of `build`: these specs under these plans; patterns allowed."""
 
     specs: tuple[str, ...]
     plans: tuple[str, ...]
@@ -53,7 +53,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Wish:
-    """One spec under one plan, as asked for; `optional`: a pattern asked, so what does not fit is left out."""
+    """A requested pair of spec and plan; `optional` pairs, requested by a pattern, are left out if they do not fit."""
 
     spec: str
     plan: str
@@ -61,7 +61,7 @@ class Wish:
 
 
 def read_config(project: Path) -> Config:
-    """The project's table, checked; defaults where there is none."""
+    """Return the project's table, checked; defaults where there is none."""
     file = project / "pyproject.toml"
     try:
         if not file.is_file():
@@ -83,34 +83,30 @@ def read_config(project: Path) -> Config:
 def _config(table: Any, file: Path) -> Config:
     where = relative(str(file))
 
-    def refuse(what: str, hint: str | None = None) -> UserError:
-        if hint is None:
-            return UserError("E407", file=where, what=what)
-        return UserError("E407", file=where, what=what, hint=hint)
+    def refuse(what: str, **values: str) -> UserError:
+        return UserError("E407", loc=None, file=where, what=what, **values)
 
     if not isinstance(table, dict):
         raise refuse("is not a table")
     known = ("out", "maths", "backends", "build")
     for key in table:
         if key not in known:
-            raise refuse(f"has no entry `{key}`", did_you_mean(key, known))
+            raise refuse(f"has no entry `{key}`", hint=did_you_mean(key, known))
     out, maths = table.get("out", "generated"), table.get("maths", "fast")
     if not isinstance(out, str) or not out:
-        raise refuse(f"`out` is the name of a folder, got {out!r}", "")
+        raise refuse(f"`out` is the name of a folder, got {out!r}", hint="")
     if maths not in MATHS:
-        raise refuse(f"`maths` is one of {', '.join(MATHS)}, got {maths!r}", "")
+        raise refuse(f"`maths` is one of {', '.join(MATHS)}, got {maths!r}", hint="")
     backends = table.get("backends", list(BACKENDS))
     if not isinstance(backends, list) or not all(b in BACKENDS for b in backends):
-        raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", "")
+        raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", hint="")
     rules = table.get("build")
-    if rules is None:
-        return Config(out, maths, tuple(backends))
-    if not isinstance(rules, list):
+    if rules is not None and not isinstance(rules, list):
         raise refuse("`build` is a list of { specs, plans }")
-    return Config(out, maths, tuple(backends), tuple(_rule(r, refuse) for r in rules))
+    return Config(out, maths, tuple(backends), None if rules is None else tuple(_rule(r, refuse) for r in rules))
 
 
-def _rule(row: Any, refuse: Any) -> Rule:
+def _rule(row: Any, refuse: Callable[[str], UserError]) -> Rule:
     if not isinstance(row, dict) or set(row) - {"specs", "plans"} or "specs" not in row:
         raise refuse(f"an entry of `build` has `specs` and `plans`, got {row!r}")
     parts = []
@@ -127,10 +123,10 @@ def is_pattern(name: str) -> bool:
 
 
 def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequence[str]]]) -> list[Wish]:
-    """Everything that `optgen build` without names makes.
+    """Return every pair that `optgen build` without names builds.
 
-    `built` says what is there already: spec name -> (its file's name or path, its plans).  Without a table that
-    is kept up to date, beside the project's own specs under the default plans.
+    built   existing packages: spec name -> (its name or file, its plans); without a table they are kept up to date,
+            and so are the project's own specs under the default plans
     """
     own = [name for name, entry in load.entries(project).items() if entry.own]
     if config.build is None:
@@ -150,12 +146,12 @@ def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequenc
 
 
 def placed(name: str, project: Path) -> str:
-    """A name of the table, as it is found from anywhere: files are below the project."""
+    """Return a name of the table as it is found from any folder: files are below the project."""
     return str(project / name) if name.partition(":")[0].endswith(".py") else name
 
 
 def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
-    """One spec under plans that may be patterns."""
+    """Return one spec under plans that may be patterns."""
     out = []
     for plan in plans:
         if is_pattern(plan):
@@ -166,7 +162,7 @@ def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
 
 
 def _once(found: list[Wish]) -> list[Wish]:
-    """Each pair once; asked for by name beats asked for by a pattern."""
+    """Return each pair once; one requested by name is not optional."""
     out: dict[tuple[str, str], Wish] = {}
     for w in found:
         key = w.spec, w.plan
