@@ -22,7 +22,7 @@ from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import CAME, SGD, AdamW
-from optgen.runtime.checkpoint import reader
+from optgen.runtime.checkpoint import container, reader
 
 SHAPES = {"w": (70, 64), "b": (7,)}
 
@@ -103,7 +103,7 @@ def test_to_another_dtype_and_back_costs_no_bit(tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / f"{x}.pt") for x in "abc")
     save_checkpoint(a, opt, model)
     convert(a, b, to="fp32_master", param="bfloat16")
-    assert torch.load(b, weights_only=True)["model"]["w"].dtype == torch.bfloat16
+    assert container.read(b)["model"]["w"].dtype == torch.bfloat16
     convert(b, c, to="fp32", param="float32")
     other = Net(1)
     again = AdamW(other.named_parameters(), plan="fp32")

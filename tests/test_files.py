@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import hashlib
 import importlib
 import io
+import json
 import os
 import pickle
 import platform
 import random
+import struct
 import subprocess
 import sys
-import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +30,13 @@ from torch import nn
 from optgen import cast_model, load_checkpoint, save_checkpoint
 from optgen.optim import AdamW, Lion
 from optgen.runtime import files
-from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint import atomic, checkpoint, container
 from optgen.runtime.files import CheckpointError
 from optgen.runtime.states import low_bits
+from tools import make_checkpoint_fixture as fixture
 
-KINDS = ["run.pt", "run.safetensors"]
+OLD = sorted((Path(__file__).parent / "cases/checkpoints").glob("file-*"))
+"""Files in the forms that were written before: an archive of torch.save, and safetensors with a sum of the content."""
 
 
 class Net(nn.Module):
@@ -66,7 +70,7 @@ def everything(model: nn.Module, opt: Any) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["run.pt", "run.safetensors", "run"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, name: str, steps: int) -> None:
     """Also one that was saved before its first step: the low bits of its cast are in the file."""
@@ -86,41 +90,79 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, name: str, steps: int) -> Non
     assert [f.name for f in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_five_bytes_per_parameter(tmp_path: Path, name: str) -> None:
+def test_five_bytes_per_parameter(tmp_path: Path) -> None:
     """Weights, low halves, two moments and their scales: 5.0625 bytes, and less than 16 KiB around them."""
     model = nn.Linear(1024, 1024, bias=False).bfloat16()
     opt = AdamW(model.parameters(), plan="int8_split24")
     train(opt, range(1))
-    save_checkpoint(tmp_path / name, opt, model)
-    size = (tmp_path / name).stat().st_size
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    size = (tmp_path / "run.pt").stat().st_size
     assert opt.memory().total == 5.0625 * 2**20
     assert 5.0625 * 2**20 < size < 5.0625 * 2**20 + 16 * 2**10
 
 
-def test_the_file_is_one_that_torch_loads(tmp_path: Path) -> None:
+def test_the_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors")
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
-    assert zipfile.ZipFile(tmp_path / "run.pt").testzip() is None
-    for mmap in (False, True):
-        found = torch.load(tmp_path / "run.pt", weights_only=True, mmap=mmap)
-        assert torch.equal(found["model"]["embed.weight"], model.embed.weight)
-        _, plain = ready(seed=1)
-        plain.load_state_dict(found["optimizer"])
-    about = found["about"]
-    assert (about["class"], about["parameters"][0]) == (
-        "AdamW", {"key": "embed.weight", "shape": [52, 79], "dtype": "bfloat16"},
-    )  # fmt: skip
+    with package.safe_open(tmp_path / "run.pt", framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert torch.equal(found["model.embed.weight"], model.embed.weight)
+    assert torch.equal(found["optimizer.state.0.exp_avg_codes"], opt.state[model.embed.weight]["exp_avg_codes"])
+    assert files.read(tmp_path / "run.pt")["about"]["parameters"][0] == {
+        "key": "embed.weight", "shape": [52, 79], "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def test_tensors_of_any_dtype_come_back(tmp_path: Path) -> None:
+    """safetensors has no name for some, and none for memory that is read conjugated."""
+    draw = torch.rand(3, 4, dtype=torch.complex128)
+    extra = [
+        draw, draw.conj(), draw.conj().imag, draw.to(torch.complex64), draw.real.T, draw.real > 0.5, torch.tensor(1j),
+        draw.real.to(torch.float8_e4m3fnuz), torch.empty(0, 3, dtype=torch.complex128),
+    ]  # fmt: skip
+    model, opt = ready(steps=1)
+    save_checkpoint(tmp_path / "run.pt", opt, model, extra)
+    back = load_checkpoint(tmp_path / "run.pt", opt, model)
+    for one, other in zip(extra, back, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert one.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).tolist() == (
+            other.contiguous().view(-1).view(torch.uint8).tolist()
+        )
+
+
+@pytest.mark.parametrize("old", OLD, ids=lambda path: path.stem)
+def test_files_of_before_go_on_as_they_would_have(tmp_path: Path, old: Path) -> None:
+    want = fixture.run()[0].late
+    model, opt, params = fixture.run()
+    fixture.train(opt, params, range(1))
+    low_bits.drop(model.late)
+    path = tmp_path / "run"  # its bytes say what it is
+    path.write_bytes(old.read_bytes())
+    extra = load_checkpoint(path, opt, model)
+    fixture.train(opt, params, range(2, 4))
+    assert fixture.digest(opt) == extra.pop("after")
+    assert extra.pop(("key", 2)).tolist() == [0, 1, 2]
+    assert extra == {"tuple": (1, None, [True, float("inf")]), 5: {}}
+    assert torch.equal(low_bits.exact(model.late), low_bits.exact(want)) and model.tied is model.w
+    whole, drawn = old.read_bytes(), random.Random(0)
+    for place in [*range(0, 1000, 7), *range(len(whole) - 200, len(whole)), *drawn.choices(range(len(whole)), k=200)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError):
+            files.read(path)
+    for length in (0, 8, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            files.read(path)
 
 
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Bits all over the file, some in its headers, and one of each of its last 200 bytes."""
     model, opt = ready()
-    path = tmp_path / name
+    path = tmp_path / "run.pt"
     save_checkpoint(path, opt, model)
     whole = path.read_bytes()
     drawn = random.Random(0)
@@ -150,10 +192,9 @@ def test_ten_thousand_flipped_bits(tmp_path: Path) -> None:
             files.read(path)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_shortened_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_every_shortened_file_is_refused(tmp_path: Path) -> None:
     model, opt = ready()
-    path = tmp_path / name
+    path = tmp_path / "run.pt"
     save_checkpoint(path, opt, model)
     whole = path.read_bytes()
     before = everything(model, opt)
@@ -182,13 +223,18 @@ def saved_elsewhere(value: object) -> Callable[[Path], object]:
 
 
 def signed(value: object) -> Callable[[Path], None]:
-    """A file with a true checksum: its content must be refused all the same."""
+    """An archive of torch.save with a true checksum, as of before: its content must be refused all the same."""
 
     def make(path: Path) -> None:
-        with path.open("wb") as file:
-            files._write_zip(file, value)  # type: ignore[arg-type]
+        torch.save(value, path)
+        whole = path.read_bytes()[:-2] + struct.pack("<H", container.COMMENT)
+        path.write_bytes(whole + container.MARK + hashlib.sha256(whole).hexdigest().encode())
 
     return make
+
+
+def written(value: Any) -> Callable[[Path], None]:
+    return lambda path: container.write(path, value)
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -200,7 +246,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (signed({"optgen_checkpoint": 1, "x": Evil()}), "cannot be loaded"),
     "a list": (signed([1]), "holds a list, not a dict"),
     "another dict": (signed({"state": {}}), "is no optgen checkpoint"),
-    "newer": (signed({"optgen_checkpoint": 2}), "expected a file of version 1, got 2"),
+    "newer archive": (signed({"optgen_checkpoint": 2}), "expected a file of version 1, got 2"),
+    "content of another kind": (written([1]), "holds a list, not a dict"),
+    "other content": (written({"state": {}}), "is no optgen checkpoint"),
+    "newer": (written({"optgen_checkpoint": 2}), "expected a file of version 1, got 2"),
 }
 
 
@@ -227,21 +276,41 @@ def test_safetensors_of_others_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "x.safetensors", opt, model)
 
 
+def safetensors(header: str, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode() + data
+
+
 @pytest.mark.parametrize("text", ['{"tensor": "x"}', "[]", '{"a": 1, "b": 2}', '{"dict": 1}', "no json", "[" * 10**5])
 def test_safetensors_of_a_true_checksum_without_content(tmp_path: Path, text: str) -> None:
-    package = pytest.importorskip("safetensors.torch")
-    metadata = {"format": "pt", "optgen": text, "sha256": files._digest(text, {})}
-    (tmp_path / "run.safetensors").write_bytes(package.save({}, metadata=metadata))
+    metadata = {"format": "pt", "optgen": text, "sha256": container._sum_of_content(text, {})}
+    (tmp_path / "run.safetensors").write_bytes(safetensors(json.dumps({"__metadata__": metadata})))
     with pytest.raises(CheckpointError, match=r"lists no content|holds a"):
         files.read(tmp_path / "run.safetensors")
 
 
-def test_without_safetensors_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = ready()
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match="need the package safetensors: pip install safetensors"):
-        save_checkpoint(tmp_path / "x.safetensors", opt, model)
-    assert list(tmp_path.iterdir()) == []
+TENSOR = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{", "[]", '{"__metadata__":1}', '{"__metadata__":{"a":1}}', '{"x":1}', '{"x":{}}', "[" * 10**5,
+        *(f'{{"x":{TENSOR.replace(*change)}}}' for change in (
+            ("F32", "F33"), ("F32", "F64"), ("[2]", "[3]"), ("[2]", "[-1]"), ("[2]", "[-1,-2]"), ("[2]", "[2.0]"),
+            ("[2]", "2"), ("[0,", "[1,"), (",8]", ",9]"), (",8]", "]"), (",8]", ',"8"]'), ("[0,8]", "[8,0]"),
+            ('[2],"data_offsets":[0,8]', '[-1],"data_offsets":[0,-4]'),
+        )),
+        f'{{"x":{TENSOR},"y":{TENSOR}}}',
+    ],
+)  # fmt: skip
+def test_safetensors_of_a_header_that_is_none(tmp_path: Path, header: str) -> None:
+    """No tensor is made of memory that is not its own."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors(f'{{"x":{TENSOR}}}', bytes(8)))
+    assert container.tensors_of(path)["x"].tolist() == [0, 0]
+    path.write_bytes(safetensors(header, bytes(8)))
+    with pytest.raises(CheckpointError, match=r"cannot be loaded|does not begin"):
+        container.tensors_of(path)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------
@@ -398,7 +467,7 @@ def test_an_error_while_writing_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files._Hashing, "_put", full) if place == "write" else patch.setattr(os, place, full)
+        patch.setattr(container, "_bytes", full) if place == "write" else patch.setattr(os, place, full)
         with pytest.raises((OSError, RuntimeError)):
             save_checkpoint(path, opt, model, "new")
     assert path.read_bytes() == old
@@ -420,20 +489,19 @@ def test_an_error_while_writing_names_the_file_that_was_asked_for(tmp_path: Path
     assert [f.name for f in tmp_path.iterdir()] == ["folder.pt"]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_file_that_may_not_grow_is_an_os_error(tmp_path: Path, name: str) -> None:
+def test_a_file_that_may_not_grow_is_an_os_error(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     model, opt = ready()
-    save_checkpoint(tmp_path / name, opt, model, "old")
-    old, limits = (tmp_path / name).read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_checkpoint(tmp_path / "run.pt", opt, model, "old")
+    old, limits = (tmp_path / "run.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            save_checkpoint(tmp_path / name, opt, model, "new")
+            save_checkpoint(tmp_path / "run.pt", opt, model, "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / name))
-    assert (tmp_path / name).read_bytes() == old and len(list(tmp_path.iterdir())) == 1
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "run.pt"))
+    assert (tmp_path / "run.pt").read_bytes() == old and len(list(tmp_path.iterdir())) == 1
 
 
 WRITING = """
@@ -450,8 +518,8 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
     """By the next save to that name: but for what is still being written, by whichever process, and what is of another
     machine, whose locks may not be seen."""
     path = tmp_path / "run.pt"
-    theirs = f".run.pt.{files._machine()}{'a' * 8}.tmp"
-    beside = [".run.pt", ".run.pt.tmp", f".run.pt.{'0' * 16}.tmp", f".run.pt.x.{files._machine()}{'0' * 8}.tmp"]
+    theirs = f".run.pt.{atomic._machine()}{'a' * 8}.tmp"
+    beside = [".run.pt", ".run.pt.tmp", f".run.pt.{'0' * 16}.tmp", f".run.pt.x.{atomic._machine()}{'0' * 8}.tmp"]
     for name in beside:
         (tmp_path / name).touch()
 
@@ -462,7 +530,7 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
     command = [sys.executable, "-c", WRITING, str(tmp_path / theirs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"written\n"
-        with files.instead_of(path) as own:  # of this process, on another thread
+        with atomic.instead_of(path) as own:  # of this process, on another thread
             save_checkpoint(path, opt, model)
             assert len(left()) == 2
             child.kill()
@@ -481,7 +549,7 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_name_that_is_swept_before_it_is_locked_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, tries = files._lock, [0]
+    real, tries = atomic._lock, [0]
 
     def late(descriptor: int) -> bool | None:
         tries[0] += 1
@@ -490,8 +558,8 @@ def test_a_name_that_is_swept_before_it_is_locked_is_another_one(
                 file.unlink()
         return real(descriptor)
 
-    monkeypatch.setattr(files, "_lock", late)
-    with files.instead_of(tmp_path / "run.pt") as file:
+    monkeypatch.setattr(atomic, "_lock", late)
+    with atomic.instead_of(tmp_path / "run.pt") as file:
         file.write(b"whole")
     assert (tries[0], (tmp_path / "run.pt").read_bytes()) == (2, b"whole")
 
@@ -564,31 +632,28 @@ def test_killed_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_killed_two_hundred_times_while_saving(tmp_path: Path, name: str) -> None:
-    _, interrupted = kill_while_saving(tmp_path / name, 200)
+def test_killed_two_hundred_times_while_saving(tmp_path: Path) -> None:
+    _, interrupted = kill_while_saving(tmp_path / "run.pt", 200)
     assert interrupted >= 100
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_keys_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+def test_keys_come_back_as_they_were(tmp_path: Path) -> None:
     """Also where places of tensors read alike."""
     model, opt = ready()
     extra = {
         "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a.b": torch.tensor(4),
         "a.b#2": torch.tensor(5), (1, "x"): (1, 2), None: True, 2.5: [float("inf")],
     }  # fmt: skip
-    save_checkpoint(tmp_path / name, opt, model, extra)
-    assert load_checkpoint(tmp_path / name, opt, model) == extra
+    save_checkpoint(tmp_path / "run.pt", opt, model, extra)
+    assert load_checkpoint(tmp_path / "run.pt", opt, model) == extra
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_mappings_come_back_as_what_they_were(tmp_path: Path, name: str) -> None:
+def test_mappings_come_back_as_what_they_were(tmp_path: Path) -> None:
     """MultiStepLR counts its milestones in a Counter, and asks it for steps that are none."""
     model, opt = ready()
     order = OrderedDict([("z", torch.ones(2)), ("a", [Counter()])])
-    save_checkpoint(tmp_path / name, opt, model, {"order": order, "plain": {"x": 1}})
-    found = load_checkpoint(tmp_path / name, opt, model)
+    save_checkpoint(tmp_path / "run.pt", opt, model, {"order": order, "plain": {"x": 1}})
+    found = load_checkpoint(tmp_path / "run.pt", opt, model)
     assert [type(found["order"]), type(found["order"]["a"][0]), type(found["plain"])] == [OrderedDict, Counter, dict]
     assert list(found["order"]) == ["z", "a"] and torch.equal(found["order"]["z"], torch.ones(2))
     rates = []
@@ -597,39 +662,37 @@ def test_mappings_come_back_as_what_they_were(tmp_path: Path, name: str) -> None
         schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])
         for k in range(8):
             if k == cut:
-                save_checkpoint(tmp_path / name, opt, model, schedule.state_dict())
+                save_checkpoint(tmp_path / "run.pt", opt, model, schedule.state_dict())
                 model, opt = ready()
                 schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [1])
-                schedule.load_state_dict(load_checkpoint(tmp_path / name, opt, model))
+                schedule.load_state_dict(load_checkpoint(tmp_path / "run.pt", opt, model))
             train(opt, range(k, k + 1))
             schedule.step()
             rates.append((cut, opt.param_groups[0]["lr"]))
     assert [rate for cut, rate in rates if cut is None] == [rate for cut, rate in rates if cut is not None]
 
 
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("value", [defaultdict(int, x=1), MappingProxyType({"x": 1})], ids=lambda v: type(v).__name__)
-def test_mappings_that_would_come_back_as_others_are_not_saved(tmp_path: Path, name: str, value: object) -> None:
+def test_mappings_that_would_come_back_as_others_are_not_saved(tmp_path: Path, value: object) -> None:
     model, opt = ready()
     with pytest.raises(TypeError, match=rf"extra\['v'\]: expected .* dicts .* got .*{type(value).__name__}"):
-        save_checkpoint(tmp_path / name, opt, model, {"v": value})
+        save_checkpoint(tmp_path / "run.pt", opt, model, {"v": value})
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("key", [Path("x"), np.int64(1), (1, (2, 3)), torch.float32, b"x"], ids=repr)
-def test_keys_that_would_need_code_to_load_are_not_saved(tmp_path: Path, name: str, key: object) -> None:
+def test_keys_that_would_need_code_to_load_are_not_saved(tmp_path: Path, key: object) -> None:
     model, opt = ready()
     with pytest.raises(TypeError, match=r"extra: expected keys .* got"):
-        save_checkpoint(tmp_path / name, opt, model, {key: 1})
+        save_checkpoint(tmp_path / "run.pt", opt, model, {key: 1})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
-def test_what_safetensors_cannot_hold_is_refused_with_its_place(tmp_path: Path, value: torch.Tensor) -> None:
+def test_tensors_without_values_are_refused_with_their_place(tmp_path: Path, value: torch.Tensor) -> None:
     model, opt = ready()
-    with pytest.raises(TypeError, match=r"extra\.x: .* got a (torch\.sparse_coo|meta) one"):
-        save_checkpoint(tmp_path / "run.safetensors", opt, model, {"x": value})
+    with pytest.raises(TypeError, match=r"extra\['x'\]: .* got one (of layout torch\.sparse_coo|on the meta device)"):
+        save_checkpoint(tmp_path / "run.pt", opt, model, {"x": value})
     assert not list(tmp_path.iterdir())
 
 
@@ -686,14 +749,13 @@ def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str)
         assert len(values) >= files.READ
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_low_bits_of_a_weight_that_was_cut_since_stay_out_of_the_file(tmp_path: Path, name: str) -> None:
+def test_low_bits_of_a_weight_that_was_cut_since_stay_out_of_the_file(tmp_path: Path) -> None:
     """They count for nothing, and must not stop the file from being read."""
     models = [nn.Sequential(cast_model(nn.Linear(8, 16, bias=False), torch.bfloat16)) for _ in range(2)]
     for model in models:
         assert low_bits.ATTRIBUTE in model[0].weight.__dict__
         model[0].weight.data = model[0].weight.data[:3].clone()
     first, second = (AdamW(model.parameters(), plan="int8_split24") for model in models)
-    save_checkpoint(tmp_path / name, first, models[0])
-    load_checkpoint(tmp_path / name, second, models[1])
+    save_checkpoint(tmp_path / "run.pt", first, models[0])
+    load_checkpoint(tmp_path / "run.pt", second, models[1])
     assert torch.equal(models[0][0].weight, models[1][0].weight)

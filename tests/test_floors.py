@@ -79,7 +79,7 @@ OUTSIDE: dict[str, set[str]] = {
     "verify": {"sympy", "torch", "numpy", "hypothesis"},
     "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click"},
     "convert": {"torch", "torchao"},
-    "runtime": {"torch", "triton", "safetensors"},
+    "runtime": {"torch", "triton"},
     "cast": {"torch"},
     "embedding": {"torch"},
     "accumulate": set(),

@@ -1,9 +1,11 @@
-"""Writes the checkpoint that tests keep of one format version:
+"""Write the checkpoint that tests keep of one format version, or of one form of the file:
 
     python tools/make_checkpoint_fixture.py tests/cases/checkpoints/format-4.pt
+    python tools/make_checkpoint_fixture.py tests/cases/checkpoints/file-zip.pt
 
-Run it once when the format changes, at the last commit of the old format; the file is never written again.  It holds
-checkpoints of a few classes and plans after two steps, and a digest of the full weights two steps later.
+Run it once when the format changes, at the last commit of the old format; the file is never written again. The first
+holds state dicts of a few classes and plans after two steps, and a digest of the full weights two steps later; the
+second is of `save_checkpoint`, with the digest in `extra`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optgen import cast_model, save_checkpoint
 from optgen.optim import CAME, AdamW
 
 CASES = (
@@ -51,6 +54,34 @@ def digest(opt: Any) -> str:
     return found.hexdigest()
 
 
+class Model(nn.Module):
+    """A tied weight, a buffer, and a weight without a gradient, which keeps the low bits of its cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(7)
+        self.w, self.b, self.late = (nn.Parameter(torch.randn(s, generator=draw)) for s in ((52, 79), (7,), (5, 6)))
+        self.tied = self.w
+        self.register_buffer("count", torch.tensor(3))
+
+
+def run() -> tuple[Model, Any, dict[str, nn.Parameter]]:
+    """Return a model, its optimizer, and the parameters that get gradients."""
+    model = cast_model(Model(), torch.bfloat16)
+    opt = AdamW(model.named_parameters(), lr=1e-2, plan="int8_split24", seed=5, backend="reference")
+    return model, opt, {"w": model.w, "b": model.b}
+
+
+def write_file(path: str) -> None:
+    _, opt, params = run()
+    train(opt, params, range(4))
+    after = digest(opt)
+    model, opt, params = run()
+    train(opt, params, range(2))
+    extra = {"after": after, "tuple": (1, None, [True, float("inf")]), ("key", 2): torch.arange(3), 5: {}}
+    save_checkpoint(path, opt, model, extra)
+
+
 def main(path: str) -> None:
     made = {}
     for case in CASES:
@@ -64,4 +95,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (write_file if "/file-" in sys.argv[1] else main)(sys.argv[1])

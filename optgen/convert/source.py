@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from optgen.base.errors import UserError
 from optgen.convert import packages
-from optgen.runtime import files
-from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.files import CheckpointError
+from optgen.runtime.checkpoint import checkpoint, container
+from optgen.runtime.checkpoint.container import CheckpointError
 from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
@@ -98,12 +97,15 @@ def is_own(saved: Mapping[str, Any]) -> bool:
     return all("plan" in group for group in saved["param_groups"])
 
 
-def _load(file: Path) -> dict[str, Any]:
-    """Read a file of save_checkpoint, verifying its checksum, or one of torch.save."""
+def _load(file: Path, weights: bool = False) -> dict[str, Any]:
+    """Read a file of save_checkpoint, verifying its checksum, or one of torch.save.
+
+    weights   any safetensors file will do
+    """
     try:
-        if file.suffix == ".safetensors" or files.has_checksum(file):
-            return files.read(file)
-        return load_torch(file)
+        if container.is_of_torch(file):
+            return load_torch(file)
+        return dict(container.tensors_of(file)) if weights and file.suffix == ".safetensors" else container.read(file)
     except CheckpointError as error:
         raise refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
 
@@ -111,13 +113,13 @@ def _load(file: Path) -> dict[str, Any]:
 def load_torch(file: Path) -> dict[str, Any]:
     """Read a file of torch.save; CheckpointError for a file of save_checkpoint without its checksum."""
     try:
-        found = files.load_torch(file)
+        found = container.load_torch(file)
     except CheckpointError as error:
         # Newer torch names an unknown class after the first line of its message.
         if "torchao" not in str(error.__cause__):
             raise
         _import_torchao()
-        found = files.load_torch(file)
+        found = container.load_torch(file)
     if "optgen_checkpoint" in found:
         raise CheckpointError(f"{file} was cut short: its checksum is missing")
     return found
@@ -186,10 +188,7 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 
 def _load_weights(file: Path) -> dict[str, Any]:
     """Read a model's state dict, which is the whole file or stands in it under a key of `MODEL`."""
-    if file.suffix == ".safetensors":
-        found: dict[str, Any] = files.tensors_of(file)
-        return found
-    content = _load(file)
+    content = _load(file, weights=True)
     part = _model_in(content)
     return content if part is None else part
 

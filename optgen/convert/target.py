@@ -23,7 +23,8 @@ from optgen.convert.source import (
     same_memory,
 )
 from optgen.runtime import files
-from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint import checkpoint, container
+from optgen.runtime.checkpoint.atomic import instead_of
 from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.states import low_bits, state
@@ -114,7 +115,7 @@ def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> di
     about = {**files.about(opt, None), "parameters": rows}
     saved = opt.state_dict()
     _write(target, {
-        "optgen_checkpoint": files.VERSION, "about": about, "optimizer": saved, "model": model,
+        "optgen_checkpoint": container.VERSION, "about": about, "optimizer": saved, "model": model,
         "waiting": waiting, "extra": found.extra,
     })  # fmt: skip
     return {
@@ -126,7 +127,7 @@ def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> di
 def _write(target: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint file; UserError if it cannot be written."""
     try:
-        files.write(target, content)
+        container.write(target, content)
     except OSError as error:
         raise UserError("E413", path=target, why=error.strerror or str(error)) from error
 
@@ -146,7 +147,7 @@ def _write_torch(found: Source, target: Path) -> dict[str, Any]:
             for k, v in found.model.items()
         }
     try:
-        with files.instead_of(target) as file:
+        with instead_of(target) as file:
             torch.save(content, file)
     except OSError as error:
         raise UserError("E413", path=target, why=error.strerror or str(error)) from error

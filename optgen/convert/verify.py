@@ -16,9 +16,9 @@ from torch import Tensor
 from optgen.base.errors import UserError
 from optgen.convert.source import TRAINED, Find, existing, groups_and_states, is_own, is_state_dict, load_torch, rule_of
 from optgen.runtime import files
-from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint import checkpoint, container
+from optgen.runtime.checkpoint.container import CheckpointError
 from optgen.runtime.checkpoint.content import problem
-from optgen.runtime.files import CheckpointError
 from optgen.runtime.records import dtype_name, dtype_of
 
 
@@ -78,10 +78,7 @@ def verify(path: str, find: Find, spec: str | None = None) -> Checked:
 
 def _open(file: Path, found: Checked) -> dict[str, Any]:
     """Read a file of any kind and record its kind; CheckpointError if it is damaged."""
-    if file.suffix == ".safetensors":
-        found.kind = "optgen checkpoint, safetensors"
-        return files.read(file)
-    if zipfile.is_zipfile(file) and not files.has_checksum(file):
+    if container.is_of_torch(file) and zipfile.is_zipfile(file):
         found.kind = "torch.save"
         try:
             with zipfile.ZipFile(file) as archive:
@@ -93,7 +90,7 @@ def _open(file: Path, found: Checked) -> dict[str, Any]:
         found.unchecked.append("bytes outside the archive's entries: it has no checksum of the whole file")
         return load_torch(file)
     found.kind = "optgen checkpoint"
-    return files.read(file)
+    return container.read(file)
 
 
 def _weights(content: Mapping[str, Any], found: Checked) -> None:

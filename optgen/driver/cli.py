@@ -424,7 +424,7 @@ def verify_checkpoint(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, ours or another package's.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="The file to write; .safetensors for that format.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The file to write.")],
     plan: Annotated[str, typer.Option("--plan", help="The plan of the result, or `torch` for torch.optim.")],
     spec: Annotated[str | None, typer.Option("--spec", help="The rule, where SRC does not say it: adamw.")] = None,
     weights: Annotated[

@@ -110,7 +110,7 @@ def _codes(plan: Pair) -> dict[str, Field]:
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
     """Return the names of a user's own entries, for each group of a state dict."""
     found: list[dict[str, list[str]]] = []
-    for group, labels in zip(groups, _labels(groups), strict=True):
+    for group, labels in zip(groups, labels_of(groups), strict=True):
         known: set[str] = set()
         names: dict[str, None] = {}
         for p, label in zip(group["params"], labels, strict=True):
@@ -195,7 +195,7 @@ def read(
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
-    for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
+    for group, saved_group, labels in zip(merged, saved_groups, labels_of(merged), strict=True):
         numbers = [order[id(p)] for p in group["params"]]
         absent = _read_group(cls, group, saved_group, labels, numbers, saved_state, old, misfits, loaded)
         missing += [name for p, name in absent if not started or state.of(present, p)]
@@ -288,7 +288,7 @@ def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
             return ""
         found |= {frozenset(states)} if names else set()
     own: set[frozenset[str]] = set()
-    for group, labels in zip(groups, _labels(groups), strict=True):
+    for group, labels in zip(groups, labels_of(groups), strict=True):
         with suppress(TypeError, ValueError):
             for p, label in zip(group["params"], labels, strict=True):
                 own.add(frozenset(select(cls, group, p, label)[2].states))
@@ -490,7 +490,7 @@ def _merge(
     return merged
 
 
-def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
+def labels_of(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
     """Return the labels of each group's parameters: their names, or positions over all groups."""
     start, found = 0, []
     for group in groups:
@@ -507,10 +507,10 @@ def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Map
     unnamed   the saved optimizer had no names, so that bits were drawn by positions
     """
     found: dict[Any, plans.Label] = {}
-    for group, labels in zip(saved, _labels(saved), strict=True):
+    for group, labels in zip(saved, labels_of(saved), strict=True):
         own = keys.streams(group) | (dict(zip(labels, labels, strict=True)) if unnamed else {})
         found.update((n, own[label]) for n, label in zip(group["params"], labels, strict=True) if label in own)
-    for group, other, labels in zip(merged, saved, _labels(merged), strict=True):
+    for group, other, labels in zip(merged, saved, labels_of(merged), strict=True):
         if "plan" in other:
             pairs = [(label, found.get(order[id(p)], label)) for p, label in zip(group["params"], labels, strict=True)]
             group.pop("streams", None)
@@ -566,12 +566,12 @@ def _take(
     Returns (label, this optimizer's setting, the checkpoint's) where they differ.
     """
     theirs: dict[Any, Any] = {}
-    for group, labels in zip(saved, _labels(saved), strict=True):
+    for group, labels in zip(saved, labels_of(saved), strict=True):
         own = read(group)
         theirs.update((n, own.get(label)) for n, label in zip(group["params"], labels, strict=True))
     changed: list[tuple[plans.Label, Any, Any]] = []
     for i, (present, group, other) in enumerate(zip(groups, merged, saved, strict=True)):
-        before, after = _labels(groups)[i], _labels(merged)[i]
+        before, after = labels_of(groups)[i], labels_of(merged)[i]
         own = read(present)
         if "plan" in other:
             found = [theirs[order[id(p)]] for p in group["params"]]
