@@ -282,19 +282,6 @@ def codec_module(plan: Plan) -> Any:
     return _module(f"<{plan.name}>", eager_text.codec_text(plan))
 
 
-RUN_BY = ("optgen.runtime.layout.layout", "optgen.runtime.records.sums", "optgen.runtime.records.keys")
-"""What `Run` and `harness.Pair` take from the runtime beside what printed texts import and `native`."""
-
-
-def printed(cell: Cell) -> list[str]:
-    """All text that is printed to run a cell, Python and C++, and what decides how its tensors are seen."""
-    built = build(cell)
-    texts = [repr(f"{built.matrix} {built.case}"), built.text]
-    if not built.compiled.strict.in_stages:
-        return [*texts, *harness.texts(built.spec, built.compiled.strict)]
-    return [*texts, *(text for _, text in sorted(optimizer_texts(cell).items()))]
-
-
 class Run:
     """One tensor trained by the strict reference, from a fresh state.
 

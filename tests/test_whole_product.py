@@ -1,4 +1,4 @@
-"""The tool that runs the whole product: its order, what it keeps between runs, and what its report says."""
+"""The tool that runs the whole product: its order, the results it keeps between runs, and its report."""
 
 from __future__ import annotations
 
@@ -47,130 +47,25 @@ def test_every_pair_comes_before_any_comes_again(tool: ModuleType) -> None:
 
 
 def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path) -> None:
-    """Half a line at the end is passed over and closed."""
-    path, kept = tmp_path / "build" / "kept.jsonl", tool.kept
-    kept.Kept(path, "now").add("one", "a", {"weight": 0.5})
+    """Half a line at the end is passed over and closed; results of other sources are not taken."""
+    path = tmp_path / "build" / "results.jsonl"
+    tool.Results(path, "now").add("one", {"weight": 0.5})
     with path.open("a") as file:
-        file.write('{"item": "one", "sta')
-    kept.Kept(path, "now").add("two", "b", {"weight": 0.25})
-    found = kept.Kept(path, "now")
-    assert [found.now(item)["result"] for item in ("one", "two")] == [{"weight": 0.5}, {"weight": 0.25}]
-    assert kept.Kept(path, "now", fresh=True).now("one") is None
+        file.write('\n["two", "no')
+    tool.Results(path, "now").add("two", {"weight": 0.25})
+    assert tool.Results(path, "now").known == {"one": {"weight": 0.5}, "two": {"weight": 0.25}}
+    assert tool.Results(path, "later").known == tool.Results(path, "now", fresh=True).known == {}
 
 
-def test_a_result_of_other_sources_is_taken_for_the_same_key(tool: ModuleType, tmp_path: Path) -> None:
-    """And it is still said of which sources it is, however often it is taken."""
-    path, kept = tmp_path / "kept.jsonl", tool.kept
-    kept.Kept(path, "first").add("one", "a", {"weight": 0.5})
-    second = kept.Kept(path, "second")
-    assert second.now("one") is None
-    row = second.of_key("one")["a"]
-    assert row["result"] == {"weight": 0.5} and "b" not in second.of_key("one")
-    second.add("one", "a", row["result"], row["of"])
-    assert kept.Kept(path, "second").now("one")["of"] == "first"
-
-
-def test_the_key_of_a_cell_says_what_its_result_depends_on(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for the same sources, another for other text or for another file that it reaches; comments are none."""
-    cell, other = Cell("lion", "bf16"), Cell("lion", "bf16_sr")
-    key = tool.key_of(cell)
-    assert key == tool.key_of(cell) != tool.key_of(other)
-    monkeypatch.setattr(product, "printed", lambda cell, real=product.printed: ["# moved", *real(cell)])
-    product.build.cache_clear()
-    assert tool.key_of(cell) != key
-    monkeypatch.undo()
-    monkeypatch.setattr(tool, "run_cell", lambda cell: tool.Outcome(cell))  # asks nothing of it
-    assert tool.key_of(cell) != key
-    monkeypatch.undo()
-    assert tool.kept.code_of("# moved\nx = 1") == tool.kept.code_of("# elsewhere\nx = 1") == "x = 1"
-    assert tool.kept.code_of('// moved\n#include "x"') == '#include "x"'
-    reached: list[frozenset[str]] = []
-    monkeypatch.setattr(tool.kept, "reach", lambda roots: reached.append(roots) or "")
-    tool.key_of(cell)
-    tool.key_of(Cell("lamb", "bf16"))
-    one, several = reached
-    runtime = {"optgen.runtime.reference.eager", "optgen.runtime.gpu.prelude", "optgen.runtime.cpu.native"}
-    assert {"specs.lion", *runtime} <= one
-    assert "optgen.verify.differential" in one and "optgen.runtime.optimizer" in several - one
-
-
-def test_what_is_reached_is_what_is_imported(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through any number of files, and the C++ headers behind the module that reads them."""
-    kept = tool.kept
-    files = {"a": "from optgen import b", "b": "import optgen.runtime.cpu.native", "c": "", "runtime/cpu/native": ""}
-    for name, text in files.items():
-        (tmp_path / "optgen" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "optgen" / f"{name}.py").write_text(text)
-    (tmp_path / "optgen" / "runtime" / "cpu" / "cpp").mkdir()
-    header = tmp_path / "optgen" / "runtime" / "cpu" / "cpp" / "optgen.h"
-    header.write_text("")
-    monkeypatch.setattr(kept, "ROOT", tmp_path)
-
-    def reached() -> str:
-        kept.reach.cache_clear()
-        kept._imports.cache_clear()
-        return kept.reach(frozenset({"optgen.a"}))
-
-    before = reached()
-    (tmp_path / "optgen" / "c.py").write_text("changed = True")
-    assert reached() == before
-    seen = {before}
-    for path in (header, tmp_path / "optgen" / "b.py", tmp_path / "optgen" / "runtime" / "cpu" / "native.py"):
-        path.write_text(path.read_text() + "\n")
-        seen.add(reached())
+def test_a_change_of_a_source_makes_a_new_state(tool: ModuleType, tmp_path: Path) -> None:
+    assert tool.state_of_sources() == tool.state_of_sources()
+    seen = set()
+    with mock.patch.object(tool, "ROOT", tmp_path), mock.patch.object(tool, "__file__", str(tmp_path / "tool.py")):
+        for name in ("tool.py", "optgen/runtime/cpu/cpp/optgen.h", "specs/one.py", "tests/product.py", "docs/page.md"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("")
+            seen.add(tool.state_of_sources())
     assert len(seen) == 4
-    monkeypatch.undo()
-    kept.reach.cache_clear()
-    kept._imports.cache_clear()
-
-
-KERNELS = """
-import triton, triton.language as tl
-from optgen.runtime.gpu.prelude import get, put
-@triton.jit
-def {rule}_tile({old}, at, {step}, MASKED: tl.constexpr):
-    # {rule}
-    {new} = tl.load({old} + at) {sign} {step}
-    tl.store({old} + at, {new})
-@triton.jit
-def {rule}(table, work, {step}, N: tl.constexpr):
-    \"\"\"{rule}\"\"\"
-    {rule}_tile(table, tl.arange(0, N), {step}, {masked})
-"""
-NAMES = {"rule": "a", "old": "x", "new": "y", "step": "lr", "sign": "-", "masked": "False"}
-
-
-def test_kernels_of_one_meaning_have_one_fingerprint(tool: ModuleType, tmp_path: Path) -> None:
-    """Names and comments do not count; what a kernel and the functions that it calls do and what they import does."""
-    pytest.importorskip("triton")
-    numbers = iter(range(100))
-
-    def printed(text: str = KERNELS, **other: str) -> str:
-        names = NAMES | other
-        module = tool._module(tmp_path / f"k{next(numbers)}.py", text.format(**names))
-        return tool.kept.fingerprint(getattr(module, names["rule"]))
-
-    first = printed()
-    assert first == printed(rule="b", old="u", new="v", step="w") == printed(new="at_once")
-    others = [printed(sign="+"), printed(masked="True"), printed(new="x")]
-    others.append(printed(KERNELS.replace("tl.load({old} + at)", "get({old}, at, at, MASKED)")))
-    others.append(printed(KERNELS.replace("tl.load({old} + at)", "put({old}, at, at, MASKED)")))
-    constant = KERNELS.replace("@triton.jit", "C = tl.constexpr({number})\n@triton.jit", 1).replace("+ at)", "+ C)")
-    others += [printed(constant, number="3"), printed(constant, number="4")]
-    assert len({first, *others}) == 8
-    with pytest.raises(ValueError, match="by name"):
-        printed(masked="MASKED=False")
-
-
-def test_what_a_kernel_gave_is_there_for_other_processes(tool: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "build" / "kernels.sqlite"
-    one, other = tool.kept.CompiledKernels(path), tool.kept.CompiledKernels(path)
-    one.put("a", 16, 0, 8)
-    assert other.get("a") == (16, 0, 8) and other.get("b") is None
-    other.put("a", 0, 0, 4)  # two that began at once
-    assert one.get("a") == (0, 0, 4)
-    one.close()
-    other.close()
 
 
 def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
@@ -204,10 +99,8 @@ def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     outcomes = [tool.Outcome(good, 0.5, 0.25), tool.Outcome(bad, failure="outside the bound: p\nmore", stages=True)]
     text = tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, "abc1234"))
     assert "This is a sample: 2 of 1000 cells" in text and "drawn by seed\n3:" in text
-    assert "**1 of 2 cells are right**" in text and "2 of 10 pairs" in text and "states of the sources" not in text
+    assert "**1 of 2 cells are right**" in text and "2 of 10 pairs" in text
     assert "commit abc1234." in text
-    older = tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, "abc1234", states=3))
-    assert "are of 3 states of the sources" in older
     assert f"- {bad}: outside the bound: p\n" in text
     assert "sample" not in tool.report_of_cells(outcomes, tool.Extent(2, 3, 2, "abc1234"))
 
@@ -233,7 +126,7 @@ def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
 
 
 def test_what_never_began_leaves_the_last_report(tool: ModuleType, tmp_path: Path) -> None:
-    results = tool.kept.Kept(tmp_path / "kept.jsonl", "now")
+    results = tool.Results(tmp_path / "results.jsonl", "now")
     asked = argparse.Namespace(seed=0, sample=None, jobs=1)
     assert tool.run_kernels(results, asked, -math.inf) == ("", False)
 
@@ -248,7 +141,7 @@ def test_a_turn_whose_process_died_was_not_done(
     given = [(turn, "a process died" if turn == lost else made) for turn, made in done.items()]
     monkeypatch.setattr(tool, "spread", lambda *_: given)
     asked = argparse.Namespace(seed=0, sample=None, jobs=1)
-    text, failed = tool.run_kernels(tool.kept.Kept(tmp_path / "kept.jsonl", "now"), asked, math.inf)
+    text, failed = tool.run_kernels(tool.Results(tmp_path / "results.jsonl", "now"), asked, math.inf)
     assert failed and "and all of 1." in text and f"- {lost}: a process died" in text
 
 
@@ -260,7 +153,7 @@ def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
     asked = argparse.Namespace(seed=0, sample=1, jobs=1)
     for spilled in ([], ["k for sm_90: 8 B of stack, 0 B shared"]):
         monkeypatch.setattr(tool, "spread", lambda *_, s=spilled: [(turn, tool.Kernels(turn, spilled=s))])
-        results = tool.kept.Kept(tmp_path / f"{len(spilled)}.jsonl", "now")
+        results = tool.Results(tmp_path / f"{len(spilled)}.jsonl", "now")
         assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
 
 
@@ -315,13 +208,12 @@ def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, t
 
 SAMPLE = """
 import json, random, sys
-from pathlib import Path
 
 import test_full as tool
 from optgen.driver import targets
 from tests import product
 
-seed, tool.COMPILED = int(sys.argv[1]), Path(sys.argv[2])
+seed = int(sys.argv[1])
 for spec, plan in json.load(sys.stdin):
     pair = spec, plan
     case = random.Random(f"{seed} {pair}").choice(list(targets.cases(product.spec_of(spec), product.plan_of(plan))))
@@ -334,7 +226,7 @@ SAMPLED = 3
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
-def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], tmp_path: Path, part: int) -> None:
+def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], part: int) -> None:
     """Every rule under the default plan, every plan under AdamW, and some other pairs: one drawn kernel of each.
 
     `tools/test_full.py` compiles all of them.
@@ -345,7 +237,7 @@ def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], tmp
     others = [pair for pair in product.pairs(product.WITH_MATRICES) if pair not in daily]
     pairs = daily + random.Random(int(seed)).sample(others, SAMPLED)
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
-    command = [sys.executable, "-c", SAMPLE, seed, str(tmp_path / "kernels.sqlite")]
+    command = [sys.executable, "-c", SAMPLE, seed]
     asked = pairs[part::PARTS]
     done = subprocess.run(
         command, cwd=ROOT, env=env, input=json.dumps(asked), capture_output=True, text=True, check=False

@@ -1,36 +1,36 @@
-"""The whole product of rules, plans, parameter dtypes, flags and targets; what it gives is written to docs/.
+"""Test the whole product of rules, plans, parameter dtypes, flags and targets, and write the reports to docs/.
 
     python tools/test_full.py                     all of it; many hours on a small machine
     python tools/test_full.py --minutes 45        what can be run in that time, of a drawn order (--seed)
-    python tools/test_full.py --sample 50         the first 50 of that order, printed only; --write to keep the report
-    python tools/test_full.py --only kernels      cross-compile, or --only cells: the others' report is left as it is
+    python tools/test_full.py --sample 50         the first 50 of that order, shown only; --write to keep the report
+    python tools/test_full.py --only kernels      cross-compile, or --only cells: the other report is left as it is
 
-Every cell is compiled in memory.  The strict Triton kernels, in Triton's interpreter, the strict C++ kernels and the
-eager reference must agree bit for bit: kernel beside kernel where a step is one, the whole optimizer where it takes
-several.  Each step must keep the bound that is derived for it, around the fp64 oracle (docs/test-full.md).  Every fast
-kernel is then compiled for every target (docs/test-full-kernels.md).  Exit code 1 where anything fails.
+Every cell is compiled in memory. The strict Triton kernels, in Triton's interpreter, the strict C++ kernels and the
+eager reference must agree bit for bit: kernel by kernel where a step is one, the whole optimizer where it takes
+several. Each step must keep the bound that is derived for it, around the fp64 oracle (docs/test-full.md). Every fast
+kernel is then compiled for every target (docs/test-full-kernels.md). Exit code 1 where anything fails.
 
-Of eight cells one is run with the C++ kernels that users compile, the others with kernels that are not optimized,
-which give the same bits (`harness.unoptimized`).  Kernels of the same meaning are compiled once for a target, whatever
-rules and plans they were printed for.
+One of eight cells is run with the C++ kernels that users compile, the others with kernels that are not optimized, which
+give the same bits (`harness.unoptimized`).
 
-Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on.  So do kernels: one
-of every pair for all targets, then three more of each, then the rest.  What was found is kept in build/test_full.jsonl
-as it comes: an interrupted run goes on where it was, and a longer one begins with what a shorter one found.  SIGTERM
-ends a run as --minutes does: what is begun is finished, and the report written.  After a change of the sources a result
-is still taken where what it depends on is the same: the printed text, the code that runs it, and the code that says
-what is right.  --fresh runs all of it again.
+Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on. So do kernels: one of
+every pair for all targets, then three more of each, then the rest. Results are kept in build/test_full.jsonl as they
+come: an interrupted run of the same sources goes on where it was, and a longer one begins with the results of a shorter
+one. SIGTERM ends a run as --minutes does: what is begun is finished, and the report written. --fresh runs all of it
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
-import inspect
+import json
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -39,7 +39,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -49,20 +49,17 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import kept  # noqa: E402
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
 from optgen.driver.targets import Case  # noqa: E402
 from optgen.runtime.cpu import native  # noqa: E402
-from optgen.runtime.gpu import compiled  # noqa: E402
 from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
 KERNELS_DOC = ROOT / "docs" / "test-full-kernels.md"
 KEPT = ROOT / "build" / "test_full.jsonl"
-COMPILED = ROOT / "build" / "test_full_kernels.sqlite"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STEPS = 3
 TURNS = (1, 4, None)  # how many of a pair's kernels are compiled after its first turn, its second ...
@@ -90,46 +87,8 @@ class Outcome:
     stages: bool = False  # whether its step takes several kernels
 
 
-def key_of(cell: Cell) -> str:
-    """What the result of a cell depends on: its printed text, the code that runs it, and the code that judges it."""
-    texts = [kept.code_of(text) for text in product.printed(cell)]
-    roots = {m for text in texts if not kept.is_cpp(text) for m in kept.imported_by(text)}
-    roots |= {f"specs.{cell.spec}", "optgen.verify.differential", "optgen.runtime.cpu.native", *product.RUN_BY}
-    if product.takes_stages(cell):
-        roots.add("optgen.runtime.optimizer")
-    files = [(ROOT / "tests" / f"{name}.py").read_bytes() for name in ("product", "harness", "interpreter")]
-    here = [inspect.getsource(x) for x in (run_cell, Outcome)]  # what is asked of a cell, and said of it
-    return kept.digest_of(str(cell), STEPS, texts, kept.reach(frozenset(roots)), *files, *here, *_versions())
-
-
-def _versions() -> list[str]:
-    by = native.compiler()
-    # Triton's interpreter computes with NumPy.
-    libraries = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]
-    return [*libraries, *((by.version, native.isa().name) if by else ())]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A cell to be run, and what is known of it from other sources: result by key."""
-
-    cell: Cell
-    known: Mapping[str, Mapping[str, Any]]
-
-
-def run_task(task: Task) -> tuple[str, Outcome | str]:
-    """(key, outcome); a known result by its key alone."""
-    torch.set_num_threads(1)
-    interpreter.quicken()
-    try:
-        key = key_of(task.cell)
-    except Exception as error:  # it does not even compile: the cell's failure
-        return "", Outcome(task.cell, failure=f"{type(error).__name__}: {error}")
-    return key, key if key in task.known else run_cell(task.cell)
-
-
 def run_cell(cell: Cell) -> Outcome:
-    """Compiles and runs one cell; in a process that interprets Triton."""
+    """Compile and run one cell, in a process that interprets Triton."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy's, of the interpreter casting lanes that are not selected
     interpreter.quicken()
@@ -164,7 +123,7 @@ class Turn:
     seed: int
 
     def of(self, names: Iterable[str]) -> set[str]:
-        """Those of these kernels that are compiled in this turn."""
+        """Return those of the kernels that are compiled in this turn."""
         order = sorted(set(names))
         random.Random(f"{self.seed} {self.pair}").shuffle(order)
         return set(order[TURNS[self.number - 1] if self.number else 0 : TURNS[self.number]])
@@ -172,8 +131,8 @@ class Turn:
 
 @dataclass
 class Kernels:
-    """What a turn compiled: how many kernels for each target, how many of them take more registers than were planned,
-    which use the stack or share memory all the same, and what failed."""
+    """The kernels of a turn, counted for each target: compiled ones, and those that take more registers than planned;
+    and lines about those that use the stack or share memory, and about failures."""
 
     turn: Turn
     compiled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
@@ -183,9 +142,9 @@ class Kernels:
 
 
 def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
-    """Cross-compiles the kernels of a pair whose turn it is; in a process that compiles.
+    """Cross-compile the kernels of a turn, in a process that compiles.
 
-    cases  of which alone; None: of all that the pair has
+    cases  of the pair that are generated, all by default
     """
     import kernel_stats
 
@@ -195,40 +154,22 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
     out = Kernels(turn)
     spec, plan = turn.pair
     text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan), cases=cases)["triton_kernels.py"]
-    prelude = kept.reach(frozenset(kept.imported_by(text)))
-    how = [inspect.getsource(x) for x in (compiled.without_spills, kernel_stats.compiled_to_fit)]
-    done = kept.CompiledKernels(COMPILED)
-    prints: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         module = _module(Path(folder) / "kernels.py", text)
         jobs = list(kernel_stats.of_module(f"{spec}.{plan}", module))
         taken = turn.of(job.fn.__name__ for job in jobs)
-        for job in jobs:
-            if (name := job.fn.__name__) not in taken:
+        for job, target in ((j, t) for j in jobs for t in j.targets if j.fn.__name__ in taken):
+            label = f"{job.name} for {target}"
+            try:
+                planned, made = kernel_stats.compiled_to_fit(job, target)
+            except Exception as error:  # any failure belongs into the report, with its kernel
+                out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
                 continue
-            print_ = prints[name] if name in prints else prints.setdefault(name, kept.fingerprint(job.fn))
-            by_place = [(job.signature.get(a), repr(job.constexprs.get(a)), a in job.aligned) for a in job.fn.arg_names]
-            for target in job.targets:
-                label = f"{job.name} for {target}"
-                key = kept.digest_of(
-                    print_, by_place, target, job.num_warps, sorted(job.options.items()), prelude, how, _versions()[:2]
-                )
-                found = done.get(key)
-                if found is None:
-                    try:
-                        planned, made = kernel_stats.compiled_to_fit(job, target)
-                    except Exception as error:  # any failure belongs into the report, with its kernel
-                        out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
-                        continue
-                    found = planned.stack, made.stack, made.shared
-                    done.put(key, *found)
-                planned_stack, stack, shared = found
-                out.compiled[target] += 1
-                out.widened[target] += planned_stack > stack
-                # Panels, and what is done between sweeps, work together over shared memory.
-                if stack or (shared and name in module.TILE):
-                    out.spilled.append(f"{label}: {stack} B of stack, {shared} B shared")
-    done.close()
+            out.compiled[target] += 1
+            out.widened[target] += planned.stack > made.stack
+            # Panels, and what is done between sweeps, work together over shared memory.
+            if made.stack or (made.shared and job.fn.__name__ in module.TILE):
+                out.spilled.append(f"{label}: {made.stack} B of stack, {made.shared} B shared")
     return out
 
 
@@ -245,7 +186,7 @@ def _module(path: Path, text: str) -> Any:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return lines + [f"| {' | '.join(str(x) for x in row)} |" for row in rows]
 
@@ -261,18 +202,16 @@ def _worst_by(outcomes: Sequence[Outcome], key: Callable[[Cell], str], order: Se
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the product was run: all cells or pairs that there are, the seed of their order, the commit that was
-    run, and of how many states of the sources the results are."""
+    """The extent of a run: the number of all cells or pairs, the seed of their order, and the commit."""
 
     whole: int
     seed: int
     pairs: int
     commit: str
-    states: int = 1
 
 
 def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
-    """docs/test-full.md."""
+    """Return docs/test-full.md."""
     bad = [o for o in outcomes if o.failure]
     specs = [s for s in product.SPECS if any(o.cell.spec == s for o in outcomes)]
     plans = [p for p in product.PLANS if any(o.cell.plan == p for o in outcomes)]
@@ -307,12 +246,6 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
         f"That was commit {extent.commit}.",
         "",
     ]
-    if extent.states > 1:
-        lines += [
-            f"The results are of {extent.states} states of the sources: one of an earlier state was taken where the"
-            " printed text, the code that runs it and the code that judges it are the same.",
-            "",
-        ]
     lines += [
         "## By plan",
         "",
@@ -326,7 +259,7 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
 
 
 def report_of_kernels(kernels: Sequence[Kernels], extent: Extent, lost: Sequence[str] = ()) -> str:
-    """docs/test-full-kernels.md; `lost`: turns whose process died."""
+    """Return docs/test-full-kernels.md; `lost` are turns whose process died."""
     failed = [*lost, *(f for k in kernels for f in k.failed)]
     spilled = [s for k in kernels for s in k.spilled]
     rows = []
@@ -341,8 +274,7 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent, lost: Sequence
         "",
         "Written by `python tools/test_full.py`; see there for what is run.  The kernels in fast maths of every rule",
         "under every plan that fits it, for every parameter dtype, setting of flags and size class, are compiled down",
-        f"to machine code by Triton {metadata.version('triton')}, without a GPU.  Those of the same meaning are",
-        "compiled once for a target, whatever they were printed for.",
+        f"to machine code by Triton {metadata.version('triton')}, without a GPU.",
         "",
     ]
     if whole < extent.whole:
@@ -371,12 +303,52 @@ def _failures(failures: Sequence[str]) -> list[str]:
     return ["", "## What fails", "", *(f"- {line}" for line in failures)] if failures else []
 
 
+# Results of earlier runs ----------------------------------------------------------------------------------------------
+
+
+class Results:
+    """The results of earlier runs of the same sources by item, and the file that new ones are added to, a line each."""
+
+    def __init__(self, path: Path, state: str, fresh: bool = False) -> None:
+        self.path, self.state = path, state
+        self.known: dict[str, Any] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() and not fresh else ():
+            with suppress(ValueError):  # the last line of a run that was killed
+                item, of, result = json.loads(line)
+                if of == state:
+                    self.known[item] = result
+
+    def add(self, item: str, result: Mapping[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps([item, self.state, result]))
+
+
+def state_of_sources() -> str:
+    """Return the digest of all sources of the product and of this test, and of the versions that they run with."""
+    names = [*(f"tests/{n}.py" for n in ("product", "harness", "interpreter")), "tools/kernel_stats.py", __file__]
+    files = [p for folder in ("optgen", "specs") for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"]
+    by = native.compiler()
+    versions = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]  # the interpreter's numbers
+    digest = hashlib.sha256(repr([*versions, by and by.version, native.isa().name]).encode())
+    for path in sorted(p for p in (*files, *(ROOT / n for n in names)) if p.is_file()):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def commit() -> str:
+    """Return the commit that is checked out, short, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty= and changes", "--abbrev=7", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
 # Running --------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def interpreting(on: bool) -> Iterator[None]:
-    """Triton decides when a kernel is decorated: the processes started here interpret, or compile."""
+    """Let processes that are started inside interpret Triton, or compile: Triton decides it when it is imported."""
     before = os.environ.pop("TRITON_INTERPRET", None)
     if on:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -389,7 +361,7 @@ def interpreting(on: bool) -> Iterator[None]:
 
 
 def drawn(cells: Iterable[Cell], seed: int) -> list[Cell]:
-    """The cells in the order of the seed: one of every pair, then a second of each ..."""
+    """Return the cells in the order of the seed: one of every pair, then a second of each ..."""
     order = list(cells)
     random.Random(seed).shuffle(order)
     before: Counter[tuple[str, str]] = Counter()
@@ -403,9 +375,9 @@ def drawn(cells: Iterable[Cell], seed: int) -> list[Cell]:
 def spread(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int, what: str, until: float
 ) -> Iterator[tuple[Item, Result | str]]:
-    """Each item with its result, as they come, by processes of their own; none is begun after `until` or SIGTERM.
+    """Yield each item with its result as they come, from other processes; none is begun after `until` or SIGTERM.
 
-    The result is a text where the process died.
+    The result is a text if the process died.
     """
     context = multiprocessing.get_context("spawn")
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
@@ -436,7 +408,7 @@ def spread(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the product; 1 where anything fails."""
+    """Run the product and return 1 if anything fails."""
     parser = argparse.ArgumentParser(description="The whole product of rules, plans, dtypes, flags and targets.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--only", choices=("cells", "kernels"), help="default: both")
@@ -448,14 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     until = time.monotonic() + 60 * chosen.minutes
-    state = kept.sources(
-        ("optgen", "specs"),
-        [f"tests/{n}.py" for n in ("product", "harness", "interpreter")]
-        + [f"tools/{n}.py" for n in ("test_full", "kept", "kernel_stats")],
-    )
-    results = kept.Kept(KEPT, kept.digest_of(state, _versions()), chosen.fresh)
-    if chosen.fresh:
-        COMPILED.unlink(missing_ok=True)
+    results = Results(KEPT, state_of_sources(), chosen.fresh)
     fails = False
     for what, doc, part in (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels)):
         if chosen.only in (None, what):
@@ -467,73 +432,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(fails)
 
 
-def run_cells(results: kept.Kept, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
-    """The report on cells, and whether any is wrong."""
-    seed, commit = chosen.seed, kept.commit()
-    every = [cell for cell in drawn(product.full_cells(), seed) if product.is_met(cell)]
+def run_cells(results: Results, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
+    """Return the report on cells, and whether any is wrong."""
+    every = [cell for cell in drawn(product.full_cells(), chosen.seed) if product.is_met(cell)]
     cells = every[: chosen.sample]
-    found: dict[Cell, Outcome] = {}
-    states: set[str] = set()
-    for cell in cells:
-        if (row := results.now(str(cell))) is not None:
-            found[cell] = Outcome(cell, **row["result"])
-            states.add(row["of"])
+    found = {c: Outcome(c, **results.known[str(c)]) for c in cells if str(c) in results.known}
     with interpreting(True):
-        left = [Task(c, results.of_key(str(c))) for c in cells if c not in found]
-        for task, given in spread(run_task, left, chosen.jobs, "cells", until):
-            cell = task.cell
-            if isinstance(given, str):  # which cell's fault it was is not known: the next run tries it again
-                found[cell] = Outcome(cell, failure=given)
-                continue
-            key, outcome = given
-            of = results.state
-            if isinstance(outcome, str):
-                row = dict(task.known[key])
-                outcome, of = Outcome(cell, **row["result"]), row["of"]
-            found[cell] = outcome
-            states.add(of)
-            row = asdict(outcome)
-            del row["cell"]
-            if key:
-                results.add(str(cell), key, row, of)
+        for cell, made in spread(run_cell, [c for c in cells if c not in found], chosen.jobs, "cells", until):
+            if isinstance(made, str):  # which cell's fault it was is not known: the next run tries it again
+                found[cell] = Outcome(cell, failure=made)
+            else:
+                found[cell] = made
+                results.add(str(cell), {name: value for name, value in asdict(made).items() if name != "cell"})
     outcomes = [found[cell] for cell in cells if cell in found]
     if not outcomes:
         return "", False
-    extent = Extent(len(every), seed, len({(c.spec, c.plan) for c in every}), commit, len(states))
+    extent = Extent(len(every), chosen.seed, len({(c.spec, c.plan) for c in every}), commit())
     return report_of_cells(outcomes, extent), any(o.failure for o in outcomes)
 
 
 def pairs_with_kernels(seed: int) -> list[tuple[str, str]]:
-    """Every rule, those that take products of matrices too, under every plan that fits it, in the order of the seed."""
+    """Return every rule, those with matrix products too, with every plan that fits it, in the order of the seed."""
     found = sorted(product.pairs(product.WITH_MATRICES))
     random.Random(seed).shuffle(found)
     return found
 
 
-def run_kernels(results: kept.Kept, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
-    """The report on kernels, and whether any does not compile, uses the stack, or shares memory that should not."""
-    seed, commit = chosen.seed, kept.commit()
-    pairs = pairs_with_kernels(seed)
-    turns = [Turn(pair, number, seed) for number in range(len(TURNS)) for pair in pairs][: chosen.sample]
-    found: dict[Turn, Kernels] = {}
+def run_kernels(results: Results, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
+    """Return the report on kernels, and whether any fails to compile, spills, or shares memory that it should not."""
+    pairs = pairs_with_kernels(chosen.seed)
+    turns = [Turn(pair, number, chosen.seed) for number in range(len(TURNS)) for pair in pairs][: chosen.sample]
+    found = {t: Kernels(t, **results.known[str(t)]) for t in turns if str(t) in results.known}
     lost: list[str] = []
-    for turn in turns:
-        if (row := results.now(str(turn))) is not None:
-            found[turn] = Kernels(turn, **row["result"])
     with interpreting(False):
-        left = [t for t in turns if t not in found]
-        for turn, made in spread(compile_turn, left, chosen.jobs, "kernels", until):
+        for turn, made in spread(compile_turn, [t for t in turns if t not in found], chosen.jobs, "kernels", until):
             if isinstance(made, str):  # which kernel's fault it was is not known: the next run tries the turn again
                 lost.append(f"{turn}: {made}")
-                continue
-            found[turn] = made
-            row = asdict(made)
-            del row["turn"]
-            results.add(str(turn), "", row)
+            else:
+                found[turn] = made
+                results.add(str(turn), {name: value for name, value in asdict(made).items() if name != "turn"})
     kernels = [found[turn] for turn in turns if turn in found]
     if not kernels and not lost:
         return "", False
-    text = report_of_kernels(kernels, Extent(len(pairs), seed, len(pairs), commit), lost)
+    text = report_of_kernels(kernels, Extent(len(pairs), chosen.seed, len(pairs), commit()), lost)
     return text, bool(lost) or any(k.failed or k.spilled for k in kernels)
 
 
