@@ -396,7 +396,7 @@ def computed(root: Node, x: Any) -> Any:
     return found[root.uid]
 
 
-NUMBER, CODE = ir.load("x", dtypes.f32, spaces.elem), ir.load("x", dtypes.i32, spaces.elem)
+NUMBER, CODE = (values.Value(ir.load("x", dtype, spaces.elem)) for dtype in (dtypes.f32, dtypes.i32))
 LAWFUL = [codebooks.dynamic(s, b) for s, b in ((True, 8), (False, 8), (True, 4), (True, 5), (False, 6))]
 LAWFUL += [codebooks.dynamic(True, 8, one=False), codebooks.dynamic(False, 8, zero=False), codebooks.linear_nozero(4)]
 
@@ -410,15 +410,15 @@ def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> N
     assert law is not None
     assert len(law.search) + len(law.lookup) <= 20
     entries, codes = np.array(table, np.float32), np.arange(len(table), dtype=np.int32)
-    error = np.abs(computed(decompose.lookup(CODE, law), codes) - entries)
+    error = np.abs(computed(decompose.lookup(CODE, law).node, codes) - entries)
     assert (error <= EXACT * np.abs(entries)).all()
-    assert (computed(decompose.search(NUMBER, law), entries) == codes).all()
+    assert (computed(decompose.search(NUMBER, law).node, entries) == codes).all()
     ends, gaps = np.array(found.ends.values[: len(table) - 1], np.float64), np.diff(entries.astype(np.float64))
     for side in (-1, 1):
         numbers = (ends + side * CELL * gaps).astype(np.float32)
-        assert (computed(decompose.search(NUMBER, law), numbers) == codes[1:] - (side < 0)).all()
+        assert (computed(decompose.search(NUMBER, law).node, numbers) == codes[1:] - (side < 0)).all()
     between = np.concatenate([np.linspace(entries[0], entries[-1], 4001, dtype=np.float32), entries])
-    place = computed(decompose.place_by_law(NUMBER, law), between)
+    place = computed(decompose.place(NUMBER, law).node, between)
     exact = values.place(torch.from_numpy(between), found.entries).numpy()
     assert (np.abs(place - exact) <= CELL).all()
 
@@ -431,7 +431,7 @@ def test_no_place_is_above_the_last_entry() -> None:
         assert law is not None
         assert law.top is not None
         x = np.array([1.0, after(1.0), after(1.0, 4)], np.float32)
-        assert (computed(decompose.place_by_law(NUMBER, law), x) <= len(table) - 1).all()
+        assert (computed(decompose.place(NUMBER, law).node, x) <= len(table) - 1).all()
 
 
 def test_tables_without_a_law_have_none() -> None:
@@ -634,8 +634,8 @@ def test_a_table_is_known_by_its_numbers() -> None:
     """Two tables of one name are two: nodes, printed names and the text of the IR tell them apart."""
     one, two = Table("t", (0.0, 0.5, 1.0)), Table("t", (0.0, 0.25, 1.0))
     assert str(one) != str(two)
-    assert ir.op("search", NUMBER, attr=one) is not ir.op("search", NUMBER, attr=two)
-    assert ir.op("search", NUMBER, attr=one) is ir.op("search", NUMBER, attr=Table("t", (0.0, 0.5, 1.0)))
+    assert ir.op("search", NUMBER.node, attr=one) is not ir.op("search", NUMBER.node, attr=two)
+    assert ir.op("search", NUMBER.node, attr=one) is ir.op("search", NUMBER.node, attr=Table("t", (0.0, 0.5, 1.0)))
 
 
 def test_numbers_beyond_the_table_read_as_its_ends() -> None:

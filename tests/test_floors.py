@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "ir": {"ops", "base"},
     "lang": {"ir", "ops", "base"},
     "formats": {"lang", "ir", "ops", "base"},
-    "passes": {"ir", "ops", "base"},
+    "passes": {"lang", "ir", "ops", "base"},
     "backends": {"ir", "ops", "base"},
     "lower": {"lang", "formats", "ir", "ops", "base", "runtime"},
     "verify": {"lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},

@@ -14,8 +14,9 @@ from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.source import Source
-from optgen.lang.values import PRECISION, Absent
+from optgen.lang.values import Absent
 from optgen.ops import spaces
+from optgen.ops.dtypes import PRECISION
 
 Matrix = Literal["last", "first"]
 """Which matrix the rows and columns of a rule are those of, where a parameter has more than two dimensions."""

@@ -46,6 +46,28 @@ def author_loc() -> Loc:
     return locs.of_frame(frame)
 
 
+def _operator(op: str, swapped: bool = False) -> Callable[..., Value]:
+    """Return a method of `Value` that makes this operation of it and what stands on its other side."""
+
+    def method(self: Value, *other: Num) -> Value:
+        return _op(op, *other, self) if swapped else _op(op, self, *other)
+
+    return method
+
+
+def _refused(refusal: Callable[[Loc], UserError]) -> Callable[..., Any]:
+    """Return a method that raises the error which `refusal` makes for the place of the operation."""
+
+    def method(self: Value, *_: object, **__: object) -> Any:
+        raise refusal(author_loc())
+
+    return method
+
+
+def _missing(what: str, hint: str) -> Callable[..., Any]:
+    return _refused(lambda loc: UserError("E102", loc=loc, what=what, hint=hint))
+
+
 class Value:
     """A traced value.  `record(node)` is called for every operation made, so that a tracer can name it."""
 
@@ -56,39 +78,21 @@ class Value:
         self.node = node
         self.record = record
 
-    # -- arithmetic
-    def __add__(self, o: Num) -> Value:
-        return _op("add", self, o)
-
-    def __radd__(self, o: Num) -> Value:
-        return _op("add", o, self)
-
-    def __sub__(self, o: Num) -> Value:
-        return _op("sub", self, o)
-
-    def __rsub__(self, o: Num) -> Value:
-        return _op("sub", o, self)
-
-    def __mul__(self, o: Num) -> Value:
-        return _op("mul", self, o)
-
-    def __rmul__(self, o: Num) -> Value:
-        return _op("mul", o, self)
-
-    def __truediv__(self, o: Num) -> Value:
-        return _op("div", self, o)
-
-    def __rtruediv__(self, o: Num) -> Value:
-        return _op("div", o, self)
-
-    def __neg__(self) -> Value:
-        return _op("neg", self)
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
+    __neg__, __abs__, __invert__ = _operator("neg"), _operator("abs"), _operator("not")
+    __and__, __rand__ = _operator("and"), _operator("and", swapped=True)
+    __or__, __ror__ = _operator("or"), _operator("or", swapped=True)
+    __xor__, __rxor__ = _operator("xor"), _operator("xor", swapped=True)
+    __lshift__, __rshift__ = _operator("shl"), _operator("shr")
+    __lt__, __gt__ = _operator("lt"), _operator("lt", swapped=True)
+    __le__, __ge__ = _operator("le"), _operator("le", swapped=True)
+    __rpow__ = _operator("pow", swapped=True)
 
     def __pos__(self) -> Value:
         return self
-
-    def __abs__(self) -> Value:
-        return _op("abs", self)
 
     def __pow__(self, e: Num) -> Any:
         if self.node.space == spaces.host or lift(e).space != spaces.host:
@@ -98,50 +102,6 @@ class Value:
         if not math.isfinite(_float(e)):
             raise UserError("E104", loc=author_loc(), got=f"the exponent {e}", hint="an exponent is a finite number")
         return raised(self, e) if e else Value(ir.const(1.0), self.record)
-
-    def __rpow__(self, b: Num) -> Value:
-        return _op("pow", b, self)
-
-    # -- i32 and bool
-    def __and__(self, o: Num) -> Value:
-        return _op("and", self, o)
-
-    def __or__(self, o: Num) -> Value:
-        return _op("or", self, o)
-
-    def __xor__(self, o: Num) -> Value:
-        return _op("xor", self, o)
-
-    def __rand__(self, o: Num) -> Value:
-        return _op("and", o, self)
-
-    def __ror__(self, o: Num) -> Value:
-        return _op("or", o, self)
-
-    def __rxor__(self, o: Num) -> Value:
-        return _op("xor", o, self)
-
-    def __invert__(self) -> Value:
-        return _op("not", self)
-
-    def __lshift__(self, k: int) -> Value:
-        return _op("shl", self, k)
-
-    def __rshift__(self, k: int) -> Value:
-        return _op("shr", self, k)
-
-    # -- comparisons
-    def __lt__(self, o: Num) -> Value:
-        return _op("lt", self, o)
-
-    def __le__(self, o: Num) -> Value:
-        return _op("le", self, o)
-
-    def __gt__(self, o: Num) -> Value:
-        return _op("lt", o, self)
-
-    def __ge__(self, o: Num) -> Value:
-        return _op("le", o, self)
 
     # -- what a value refuses to do
     def __eq__(self, o: object) -> bool:
@@ -161,34 +121,15 @@ class Value:
             node = node.args[1]
         return str(node.attr) if node.op == "sym" and node.attr != "step" else ""
 
-    def __float__(self) -> float:
-        raise refusals.number(author_loc(), "float()")
-
-    def __int__(self) -> int:
-        raise refusals.number(author_loc(), "int()")
-
-    __index__ = __int__
-
-    def __floordiv__(self, o: Num) -> Value:
-        raise UserError("E102", loc=author_loc(), what="//", hint="use floor(a / b), floor from optgen.lang")
-
-    __rfloordiv__ = __floordiv__
-
-    def __mod__(self, o: Num) -> Value:
-        raise UserError("E102", loc=author_loc(), what="%", hint="use a - b * floor(a / b), floor from optgen.lang")
-
-    __rmod__ = __mod__
-
-    def __round__(self, digits: int | None = None) -> Value:
-        raise UserError("E102", loc=author_loc(), what="round()", hint="use rint(x) from optgen.lang")
-
-    def __matmul__(self, o: object) -> Value:
-        raise refusals.product(author_loc())
-
-    __rmatmul__ = __matmul__
-
-    def __len__(self) -> int:
-        raise refusals.length(author_loc())
+    __float__ = _refused(lambda loc: refusals.number(loc, "float()"))
+    __int__ = __index__ = _refused(lambda loc: refusals.number(loc, "int()"))
+    __floordiv__ = __rfloordiv__ = _missing("//", "use floor(a / b), floor from optgen.lang")
+    __mod__ = __rmod__ = _missing("%", "use a - b * floor(a / b), floor from optgen.lang")
+    __round__ = _missing("round()", "use rint(x) from optgen.lang")
+    __getitem__, __setitem__ = _missing("x[...]", _ONE), _missing("x[...] =", _ONE)
+    __matmul__ = __rmatmul__ = _refused(refusals.product)
+    __len__, __iter__ = _refused(refusals.length), _refused(refusals.iteration)
+    __array_function__ = _refused(refusals.foreign)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **_: Any) -> Any:
         """NumPy's numbers are numbers where operators meet them; its arrays and functions are refused."""
@@ -199,18 +140,6 @@ class Value:
             if getattr(x, "shape", ()):
                 raise UserError("E104", loc=author_loc(), got=f"an array of shape {x.shape}")
         return apply(*(x.item() if hasattr(x, "item") else x for x in inputs))
-
-    def __array_function__(self, *_: Any) -> Any:
-        raise refusals.foreign(author_loc())
-
-    def __getitem__(self, key: object) -> Value:
-        raise UserError("E102", loc=author_loc(), what="x[...]", hint=_ONE)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        raise UserError("E102", loc=author_loc(), what="x[...] =", hint=_ONE)
-
-    def __iter__(self) -> Any:
-        raise refusals.iteration(author_loc())
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
@@ -303,22 +232,20 @@ def _check_numbers(nodes: list[Node]) -> None:
 def _check_operands(name: str, nodes: list[Node]) -> None:
     """Raises UserError where an operation does not take such dtypes or spaces."""
     kinds = [n.dtype for n in nodes]
-    got = " and ".join(dict.fromkeys(k.name for k in kinds))
     row = PRIMS[name]
     shown = row.spelled
-    if name == "where" and kinds[0] is not dtypes.boolean:
-        got, hint = kinds[0].name, "compare it: where(x > 0, a, b)"
-        raise UserError("E103", loc=author_loc(), function=shown, want="a condition first", got=got, hint=hint)
-    if row.arithmetic and dtypes.boolean in kinds:
-        hint = "turn a condition into a number: where(c, 1.0, 0.0)"
-        raise UserError("E103", loc=author_loc(), function=shown, want="numbers", got=got, hint=hint)
-    if "c" in row.takes and any(k.is_float for k in kinds):
-        hint = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(nodes) == 2 else ""
-        raise UserError("E103", loc=author_loc(), function=shown, want="conditions or integers", got=got, hint=hint)
-    if "f" in row.takes and any(k.is_int for k in kinds):
-        raise UserError("E103", loc=author_loc(), function=shown, want="real numbers", got=got)
-    if len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1:
-        raise UserError("E103", loc=author_loc(), function=shown, want="real numbers or integers, not both", got=got)
+    tightly = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(nodes) == 2 else ""
+    mixed = len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1
+    for refused, want, hint in (
+        (name == "where" and kinds[0] is not dtypes.boolean, "a condition first", "compare it: where(x > 0, a, b)"),
+        (row.arithmetic and dtypes.boolean in kinds, "numbers", "turn a condition into a number: where(c, 1.0, 0.0)"),
+        ("c" in row.takes and any(k.is_float for k in kinds), "conditions or integers", tightly),
+        ("f" in row.takes and any(k.is_int for k in kinds), "real numbers", ""),
+        (mixed, "real numbers or integers, not both", ""),
+    ):
+        if refused:
+            got = " and ".join(dict.fromkeys(k.name for k in (kinds[:1] if want == "a condition first" else kinds)))
+            raise UserError("E103", loc=author_loc(), function=shown, want=want, got=got, hint=hint)
     if row.host == "only" and any(n.space != spaces.host for n in nodes):
         space = next(n.space for n in nodes if n.space != spaces.host)
         raise UserError("E202", loc=author_loc(), function=shown, got=space)
@@ -370,6 +297,8 @@ def _overflowing(f: Callable[..., float]) -> Callable[..., float]:
 class MathReader:
     """Computes with Python numbers, as the rows of ops/prims.py say."""
 
+    column = "number"
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
         if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
@@ -380,129 +309,14 @@ class MathReader:
         return _overflowing(meaning)
 
 
-PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
-"""The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
-
-
 TRACED: ContextVar[bool] = ContextVar("TRACED", default=False)
 """True while a spec is being traced, where a plain number is one that its author wrote."""
 
 
-class TorchReader:
-    """Computes with tensors, in their own dtype; integers are int32 and wrap."""
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        if name in PRIMS and PRIMS[name].tensor:
-            return getattr(torch, PRIMS[name].tensor)
-        if name in GATHERS:
-            return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
-        if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
-            return self.__reduction(name)
-        plain = {
-            "rsqrt": lambda x: 1 / self._sqrt(x), "rcp": lambda x: 1 / x, "pow": operator.pow, "eq": operator.eq,
-            # A tensor read in blocks has shape (..., blocks, size).
-            "block_max": lambda x, attr: x.amax(-1, keepdim=True),
-            "block_min": lambda x, attr: x.amin(-1, keepdim=True),
-        }  # fmt: skip
-        return plain.get(name) or getattr(self, "_" + name)
-
-    @staticmethod
-    def _pair(a: Num, b: Num) -> tuple[Any, Any]:
-        import torch
-
-        t = a if isinstance(a, torch.Tensor) else b
-
-        def make(x: Num) -> Any:
-            return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
-
-        return make(a), make(b)
-
-    def _max(self, a: Num, b: Num) -> Any:
-        import torch
-
-        return torch.maximum(*self._pair(a, b))
-
-    def _min(self, a: Num, b: Num) -> Any:
-        import torch
-
-        return torch.minimum(*self._pair(a, b))
-
-    def _sqrt(self, x: Any) -> Any:
-        import torch
-
-        # torch's fp32 root on CPU is up to 1 ulp off; the fp64 root rounded once is exact.
-        return x.double().sqrt().float() if x.dtype is torch.float32 else x.sqrt()
-
-    def _sign(self, x: Any) -> Any:
-        import torch
-
-        return torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype)
-
-    def _cbrt(self, x: Any) -> Any:
-        return x.sign() * x.abs() ** (1 / 3)
-
-    def _where(self, c: Any, a: Num, b: Num) -> Any:
-        import torch
-
-        if isinstance(c, bool):
-            return a if c else b
-        if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-            # A condition does not know what precision it came from.  Where nobody says, two numbers that f32 holds
-            # exactly are given as f32, which any arithmetic widens without loss; others keep their fp64 value.
-            exact = all(torch.tensor(x, dtype=torch.float32).item() == x for x in (a, b))
-            dtype = PRECISION.get() or (torch.float32 if exact else torch.float64)
-            a = torch.tensor(a, dtype=dtype, device=c.device)
-        return torch.where(c, *self._pair(a, b))
-
-    def _lshr(self, x: Any, k: int) -> Any:
-        return (x >> k) & ((1 << (32 - k)) - 1)
-
-    def _rotl(self, x: Any, k: Num) -> Any:
-        low = 0xFFFFFFFF
-        wide = x.long() & low
-        return ((wide << k) | (wide >> (32 - k))).int()
-
-    def _cast(self, x: Any, attr: DType) -> Any:
-        import torch
-
-        return x.to(getattr(torch, attr.torch))
-
-    def _bitcast(self, x: Any, attr: DType) -> Any:
-        import torch
-
-        return x.view(getattr(torch, attr.torch))
-
-    def _lookup(self, x: Any, attr: Table) -> Any:
-        import torch
-
-        return torch.tensor(attr.values, dtype=torch.float32, device=x.device)[x.long()]
-
-    def _search(self, x: Any, attr: Table) -> Any:
-        import torch
-
-        entries = torch.tensor(attr.values, dtype=torch.float32, device=x.device)
-        found = torch.searchsorted(entries, x.contiguous(), right=True, out_int32=True)
-        return torch.where(x == x, found, 0)
-
-    def __reduction(self, name: str) -> Callable[[Any], Any]:
-        """row_sum, col_mean, tensor_max ...: the named dimensions, kept with length 1."""
-        scope, kind = name.lstrip("_").split("_")
-        dims = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}.get(scope)
-
-        def reduce(x: Any) -> Any:
-            apply = {"sum": x.sum, "mean": x.mean, "max": x.amax}[kind]
-            if dims is None:
-                return apply()
-            own = tuple(d for d in dims if -d <= x.dim())  # a vector is one row: its columns are its elements
-            return apply(own, keepdim=True) if own else x
-
-        return reduce
-
-
 class SympyReader:
     """Builds SymPy expressions; honours `sympy.evaluate(False)`."""
+
+    column = "symbol"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import sympy
@@ -510,7 +324,7 @@ class SympyReader:
         return symbol(name, sympy)
 
 
-_TRACE, _MATH, _TORCH, _SYMPY = TraceReader(), MathReader(), TorchReader(), SympyReader()
+_TRACE, _MATH, _SYMPY = TraceReader(), MathReader(), SympyReader()
 
 
 def reader_of(*args: Num) -> Any:
@@ -523,10 +337,23 @@ def reader_of(*args: Num) -> Any:
             return own
         module = type(a).__module__
         if module.startswith("torch"):
-            return _TORCH
+            from optgen.lang.tensors import READER
+
+            return READER
         if module.startswith("sympy"):
             return _SYMPY
     return _MATH
+
+
+def _function(name: str, takes: int) -> Callable[..., Any]:
+    """Return the function of a primitive, of so many operands; what it is given beyond them is its attribute."""
+
+    def function(*given: Num) -> Num:
+        attributes = {"attr": given[takes]} if len(given) > takes else {}
+        return getattr(reader_of(*given[:takes]), name)(*given[:takes], **attributes)
+
+    function.__name__, function.__doc__ = name, PRIMS[name].doc
+    return function
 
 
 def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -539,19 +366,24 @@ def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..
     if means is not None and not row.core:
         row = replace(row, means=lambda *nodes: lift(means(*map(Value, nodes))))
     PRIMS[row.name] = row
+    read = _function(row.name, len(row.takes))
 
     def function(*operands: Num) -> Num:
         reader = reader_of(*operands)
-        stated = {_TRACE: True, _MATH: row.number, _TORCH: row.tensor, _SYMPY: row.symbol or means is None}
-        if means is not None and not stated.get(reader):
-            return means(*operands)
-        return getattr(reader, row.name)(*operands)
+        stated = reader is _TRACE or getattr(row, getattr(reader, "column", ""), None)
+        return read(*operands) if means is None or stated else means(*operands)
 
     function.__name__, function.__doc__ = row.name, row.doc
     return function
 
 
 # -- the functions
+
+
+exp2, log2 = _function("exp2", 1), _function("log2", 1)
+lshr, rotl, bitcast = _function("lshr", 2), _function("rotl", 2), _function("bitcast", 1)
+lookup, search = _function("lookup", 1), _function("search", 1)
+block_max, block_min = _function("block_max", 1), _function("block_min", 1)
 
 
 def sqrt(x: Num) -> Num:
@@ -578,16 +410,6 @@ def exp(x: Num) -> Num:
 def log(x: Num) -> Num:
     """The natural logarithm, host space only."""
     return reader_of(x).log(x)
-
-
-def exp2(x: Num) -> Num:
-    """2 ** x."""
-    return reader_of(x).exp2(x)
-
-
-def log2(x: Num) -> Num:
-    """The binary logarithm of x > 0."""
-    return reader_of(x).log2(x)
 
 
 def power(x: Num, e: Num) -> Num:
@@ -674,16 +496,6 @@ def rint(x: Num) -> Num:
 # integers, bits, conversions
 
 
-def lshr(x: Num, k: int) -> Num:
-    """Logical shift right of an i32 by a constant."""
-    return reader_of(x).lshr(x, k)
-
-
-def rotl(x: Num, k: Num) -> Num:
-    """An i32 rotated left by k bits, 0 < k < 32."""
-    return reader_of(x, k).rotl(x, k)
-
-
 def cast(x: Num, dtype: DType) -> Num:
     """Value conversion; f32 -> i32 truncates toward zero, f32 -> bf16/f16 rounds half to even."""
     if isinstance(x, Value) and x.node.dtype == dtype:
@@ -693,11 +505,6 @@ def cast(x: Num, dtype: DType) -> Num:
         pattern = where(equal(x, x), bits(x) + ((bits(x) >> 16) & 1) + 0x7FFF, 0x7FC00000) >> 16
         return bitcast(cast(pattern, dtypes.i16), dtypes.bf16)
     return reader_of(x).cast(x, attr=dtype)
-
-
-def bitcast(x: Num, dtype: DType) -> Num:
-    """The same bits as another dtype of the same width."""
-    return reader_of(x).bitcast(x, attr=dtype)
 
 
 def bits(x: Num) -> Num:
@@ -710,38 +517,15 @@ def from_bits(x: Num) -> Num:
     return bitcast(x, dtypes.f32)
 
 
-# tables
-
-
-def lookup(x: Num, table: Table) -> Num:
-    """The f32 entry number x (i32) of a table, 0 <= x < its length."""
-    return reader_of(x).lookup(x, attr=table)
-
-
-def search(x: Num, table: Table) -> Num:
-    """i32: how many entries of a table are <= x (f32); 0 for a NaN."""
-    return reader_of(x).search(x, attr=table)
-
-
 def place(x: Num, table: Table) -> Num:
     """f32: the number of a table's entry x, with a fraction between two entries; the first or last one beyond them."""
-    if isinstance(x, Value):
-        return _op("place", x, attr=table)
+    return _op("place", x, attr=table) if isinstance(x, Value) else placed(x, table)
+
+
+def placed(x: Num, table: Table) -> Num:
+    """`place` by `search` and `lookup`."""
     last = len(table.values) - 1
     below = search(x, table.following)
     low, high = lookup(below, table), lookup(minimum(below + 1, last), table)
     part = (x - low) / (high - low)
     return cast(below, dtypes.f32) + where(low < high, where(part > 0, part, 0.0), 0.0)
-
-
-# reductions
-
-
-def block_max(x: Num, size: int) -> Num:
-    """The largest i32 of each storage block; a tensor is read in blocks along its last dimension."""
-    return reader_of(x).block_max(x, attr=size)
-
-
-def block_min(x: Num, size: int) -> Num:
-    """The smallest i32 of each storage block."""
-    return reader_of(x).block_min(x, attr=size)

@@ -8,8 +8,9 @@ of states in blocks, packed.
 from __future__ import annotations
 
 import struct
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["float", "int", "uint", "bool"]
 
@@ -79,6 +80,9 @@ F32_UNIT = 2.0**-24 * (1 + 2.0**-20)
 
 ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, u4, u2, u1, boolean)}
 FROM_TORCH = {d.torch: d for d in ALL.values() if not d.packed}
+
+PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
+"""The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
 
 
 def in_f32(x: float) -> float:

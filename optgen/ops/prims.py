@@ -33,7 +33,7 @@ class Prim:
     shown     in messages, if not by its sign or name
     operator  its meaning by Python's operators, for every reading whose values have them
     number    its meaning on Python's floats; may raise where it has no value
-    tensor    the function of torch, if one means the same; other meanings are methods of lang.values.TorchReader
+    tensor    the function of torch, if one means the same; other meanings are in lang/tensors.py
     symbol    (sympy, operands) -> expression, or the name of SymPy's function; ("" for none)
     rises     per operand: + where the result rises with it, - where it falls; "" for neither
     ulps      None: exact, or of integers; else how far off fast maths may be beside the rounding (ir/ranges.py)
