@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import Bound
-from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words
+from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words, refusal
 from optgen.formats.coded import Curved, of_scales
 from optgen.formats.companders import HALF, Compander, softsign
 from optgen.formats.format import Field, Noise, Rounding, Verdict
@@ -54,7 +53,7 @@ class Blocked(Curved):
         check_part(self, "compander", Compander, A_COMPANDER)
         check_part(self, "scale", Scale, A_SCALE)
         if self.of != "sqrt" and self.scale.high < LARGEST and not self.scale.literal and self.scale.covers:
-            raise UserError("E305", loc=self.loc, what=f"a {self.scale} scale over values", want='it with of="sqrt"')
+            raise refusal(self.loc, f"a {self.scale} scale over values", 'it with of="sqrt"')
 
     def __str__(self) -> str:
         what, how = self.described

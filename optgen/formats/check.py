@@ -17,6 +17,11 @@ A_SCALE = "one of optgen.formats.scales, such as ue8m8 or fp32"
 A_COMPANDER = "one such as linear, softsign(), or compander(...) of your own"
 
 
+def refusal(loc: Any, what: str, want: str) -> UserError:
+    """Return the error for `what` is no format, or no part of one, at a place; `want` says what to use."""
+    return UserError("E305", loc=loc, what=what, want=want)
+
+
 def is_whole(x: object) -> TypeGuard[int]:
     """Whether this is an integer; True and False are not."""
     return isinstance(x, int) and not isinstance(x, bool)
@@ -30,10 +35,10 @@ def is_number(x: object) -> TypeGuard[int | float]:
 def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
     """Raises UserError for a width or block size that no kernel has."""
     if not is_whole(bits) or not least <= bits <= 8:
-        raise UserError("E305", loc=loc, what=f"{name} of {bits!r} bits", want=f"a whole number, {least} to 8 bits")
+        raise refusal(loc, f"{name} of {bits!r} bits", f"a whole number, {least} to 8 bits")
     if not is_whole(block) or block not in BLOCKS:
         want = f"a power of two, {BLOCKS[0]} to {BLOCKS[-1]}"
-        raise UserError("E305", loc=loc, what=f"{name} with blocks of {block!r}", want=want)
+        raise refusal(loc, f"{name} with blocks of {block!r}", want)
 
 
 def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
@@ -47,17 +52,15 @@ def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
         value = getattr(fmt, key)
         if not isinstance(value, str) or value not in known:
             want = ", ".join(f'"{word}"' for word in known)
-            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want=want)
+            raise refusal(fmt.loc, f"{name}({key}={value!r})", want)
     for key in ("signed", "relative", "in_blocks"):
         value = vars(fmt).get(key, False)
         if not isinstance(value, bool):
-            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want="True or False")
+            raise refusal(fmt.loc, f"{name}({key}={value!r})", "True or False")
     if vars(fmt).get("signed", False) and fmt.of == "sqrt":
-        raise UserError("E305", loc=fmt.loc, what=f'{name}(signed=True, of="sqrt")', want="signed=False with a root")
+        raise refusal(fmt.loc, f'{name}(signed=True, of="sqrt")', "signed=False with a root")
     if vars(fmt).get("relative", False) and fmt.of == "sqrt":
-        raise UserError(
-            "E305", loc=fmt.loc, what=f'{name}(relative=True, of="sqrt")', want="one of both: a root is kept as it is"
-        )
+        raise refusal(fmt.loc, f'{name}(relative=True, of="sqrt")', "one of both: a root is kept as it is")
 
 
 def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
@@ -65,7 +68,7 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
     value = getattr(fmt, key)
     if not isinstance(value, kind):
         got = value.__name__ if isinstance(value, type) or callable(value) else repr(value)
-        raise UserError("E305", loc=fmt.loc, what=f"{type(fmt).__name__}({key}={got})", want=want)
+        raise refusal(fmt.loc, f"{type(fmt).__name__}({key}={got})", want)
 
 
 def as_pythons(value: object) -> str:
@@ -78,10 +81,10 @@ def as_pythons(value: object) -> str:
 def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
     """Raises UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
-        raise UserError("E305", loc=loc, what=what, want=want + as_pythons(value))
+        raise refusal(loc, what, want + as_pythons(value))
 
 
 def check_line(what: str, text: object, loc: Loc | None) -> None:
     """Raises UserError unless `text` is one line of text, as comments and messages need it."""
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
-        raise UserError("E305", loc=loc, what=what, want="one line of text")
+        raise refusal(loc, what, "one line of text")

@@ -13,12 +13,13 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import Bound
-from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number
+from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number, refusal
 from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
 from optgen.formats.format import Field, Noise, Rounding, Verdict
-from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
+from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
-from optgen.ops.tables import Book, book, cell_ends, f32
+from optgen.ops.dtypes import in_f32, pattern_of
+from optgen.ops.tables import Book, book, cell_ends
 
 Ties = Literal["down", "up"]
 
@@ -70,7 +71,7 @@ class Codebook(Coded):
             self._refuse(f"under a {self.scale} scale", "one that no element exceeds, such as scales.fp32 or ue8m8")
 
     def _refuse(self, what: str, want: str) -> None:
-        raise UserError("E305", loc=self.loc, what=f"a Codebook {what}", want=want)
+        raise refusal(self.loc, f"a Codebook {what}", want)
 
     def __str__(self) -> str:
         what, how = self.described
@@ -181,7 +182,7 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
             raise refuse(f"{x!r} among its numbers", _RANGE)
     if not 2 <= len(table) <= 1 << bits:
         raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")
-    values = tuple(f32(x) for x in table)
+    values = tuple(in_f32(x) for x in table)
     for k, (a, b) in enumerate(itertools.pairwise(values)):
         if a >= b:
             what = "twice" if a == b else "above the next one"

@@ -11,7 +11,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.check import is_number, is_whole
-from optgen.ops.tables import f32
+from optgen.ops.dtypes import in_f32
 
 
 class Numbers(tuple[float, ...]):
@@ -54,15 +54,15 @@ def _check_bits(bits: int, loc: Loc) -> None:
 def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
     exponents = bits - 1
     positive: list[float] = []
-    low, step = f32(0.1), f32(1 - f32(0.1))
+    low, step = in_f32(0.1), in_f32(1 - in_f32(0.1))
     for i in range(exponents):
         parts = 1 << (i + (0 if signed else 1))
         size = step / parts
-        ends = [f32(low + size * k) if 2 * k < parts else f32(1 - size * (parts - k)) for k in range(parts + 1)]
-        unit = f32(10.0 ** (i - exponents + 1))
-        positive += [f32(unit * (f32(a + b) / 2)) for a, b in itertools.pairwise(ends)]
+        ends = [in_f32(low + size * k) if 2 * k < parts else in_f32(1 - size * (parts - k)) for k in range(parts + 1)]
+        unit = in_f32(10.0 ** (i - exponents + 1))
+        positive += [in_f32(unit * (in_f32(a + b) / 2)) for a, b in itertools.pairwise(ends)]
     if not one:
-        positive = [f32(x / positive[-1]) for x in positive]
+        positive = [in_f32(x / positive[-1]) for x in positive]
     negative = [-x for x in reversed(positive)] if signed else []
     name = f"{'' if signed else 'u'}dynamic{bits}{'' if zero else '_nozero'}{'' if one else '_symmetric'}"
     return Numbers(name, (*negative, *([0.0] if zero else []), *positive, *([1.0] if one else [])))
@@ -91,7 +91,7 @@ def _powers(p: float, bits: int) -> Numbers:
     # Another p is another name, and every name is part of one of Python's: 1e-05 has a sign.
     text = str(int(p) if p == int(p) else float(p)).replace(".", "_").replace("-", "m")
     name = f"power{text}_{bits}" if p != 1 else f"linear{bits}_nozero"
-    return Numbers(name, (f32((k / n) ** p) for k in range(1, n + 1)))
+    return Numbers(name, (in_f32((k / n) ** p) for k in range(1, n + 1)))
 
 
 @lru_cache
@@ -107,4 +107,4 @@ def nf4() -> Numbers:
     top = normal.inv_cdf(most)
     up = [normal.inv_cdf(0.5 + (most - 0.5) * k / 8) / top for k in range(1, 9)]
     down = [-normal.inv_cdf(0.5 + (most - 0.5) * k / 7) / top for k in range(7, 0, -1)]
-    return Numbers("nf4", (f32(x) for x in (*down, 0.0, *up)))
+    return Numbers("nf4", (in_f32(x) for x in (*down, 0.0, *up)))

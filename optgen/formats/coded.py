@@ -22,12 +22,10 @@ NOISE_BITS = 12
 
 
 @dataclass(frozen=True)
-class Coded(Format):
-    """Codes of 8 bits or fewer under a scale.  Which scale is the subclasses'; so are the fields
+class Packed(Format):
+    """Codes of 8 bits or fewer; those of fewer than 8 are packed (narrow.py).  Subclasses have the fields
 
-    bits      of a code; codes of fewer than 8 are packed (narrow.py)
-    of        "sqrt" keeps the root of a nonnegative value
-    relative  keeps x / root, root being that of the rule's second moment as kept
+    bits      of a code
     rounding  to nearest, or stochastic
     """
 
@@ -38,9 +36,6 @@ class Coded(Format):
     def rounded(self, rounding: Rounding) -> Format:
         return self._with(rounding=rounding)
 
-    def absolute(self) -> Format:
-        return self._with(relative=False)
-
     def _with(self, **fields: object) -> Format:
         changed: Any = self  # the fields are those of a subclass
         made: Format = replace(changed, **fields)
@@ -50,14 +45,26 @@ class Coded(Format):
     def noise_bits(self) -> int:
         return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
+
+
+@dataclass(frozen=True)
+class Coded(Packed):
+    """Codes under a scale.  Which scale is the subclasses'; so are the fields
+
+    of        "sqrt" keeps the root of a nonnegative value
+    relative  keeps x / root, root being that of the rule's second moment as kept
+    """
+
+    def absolute(self) -> Format:
+        return self._with(relative=False)
+
     @property
     def described(self) -> tuple[str, str]:
         """What of a value is counted, and how it is rounded, in words."""
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         return what, "stochastic" if self.noise_bits else "nearest"
-
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
 
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:

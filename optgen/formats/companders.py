@@ -19,7 +19,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import proofs
-from optgen.formats.check import check_line, check_number
+from optgen.formats.check import check_line, check_number, refusal
 from optgen.lang import values
 from optgen.lang.values import Num, Value, sqrt, where
 
@@ -90,7 +90,7 @@ class Compander:
             value = getattr(self, key)
             if not callable(value) or isinstance(value, (type, Compander)):
                 want = "a function of one value, such as lambda n: n * (2 - n)"
-                raise UserError("E305", loc=self.loc, what=f"{key}={value!r} of compander {self.name}", want=want)
+                raise refusal(self.loc, f"{key}={value!r} of compander {self.name}", want)
         for key in ("curve", "inverse", "short_encode", "short_decode"):
             value = getattr(self, key)
             if callable(value) and not isinstance(value, _Asked):
@@ -235,7 +235,7 @@ def log(octaves: int = 8) -> Compander:
     want = "a whole number of octaves, 1 to 16"
     check_number(f"log({octaves!r})", octaves, 1, 16, want, locs.here())
     if octaves != int(octaves):
-        raise UserError("E305", loc=locs.here(), what=f"log({octaves!r})", want=want)
+        raise refusal(locs.here(), f"log({octaves!r})", want)
     return _log(int(octaves))
 
 

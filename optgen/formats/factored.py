@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.bound import Bound
+from optgen.formats.check import refusal
 from optgen.formats.floats import f32
 from optgen.formats.format import Field, Format, Noise, View
 from optgen.lang.reductions import col_mean, mat_mean, row_mean
-from optgen.lang.spec import Matrix
 from optgen.lang.values import Num, maximum, minimum
 from optgen.ops import dtypes
 
@@ -41,30 +40,20 @@ class Factored(Format):
     vectors: Format = f32
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
+    signed = False
+    positive = True
+    matrix = "last"
+
     def __post_init__(self) -> None:
         if self.reads not in ("computed", "kept"):
-            raise UserError("E305", loc=self.loc, what=f"Factored(reads={self.reads!r})", want='"computed" or "kept"')
+            raise refusal(self.loc, f"Factored(reads={self.reads!r})", '"computed" or "kept"')
         if not isinstance(self.vectors, Format) or self.vectors.matrix is not None:
-            raise UserError(
-                "E305", loc=self.loc, what=f"Factored(vectors={self.vectors})",
-                want="a format that needs no rows and columns: it is for tensors that have none",
-            )  # fmt: skip
+            want = "a format that needs no rows and columns: it is for tensors that have none"
+            raise refusal(self.loc, f"Factored(vectors={self.vectors})", want)
 
     def __str__(self) -> str:
         new = ", the new value read as kept" if self.as_kept else ""
         return f"means of rows and columns, f32{new}"
-
-    @property
-    def signed(self) -> bool:
-        return False
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def matrix(self) -> Matrix | None:
-        return "last"
 
     @property
     def as_kept(self) -> bool:

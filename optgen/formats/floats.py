@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound, rational
-from optgen.formats.check import check_words
+from optgen.formats.check import check_words, refusal
 from optgen.formats.format import Field, Format, Noise, Rounding, Verdict
 from optgen.lang.values import Num
 from optgen.ops import dtypes
@@ -30,10 +29,12 @@ class Float(Format):
     rounding: Rounding = "nearest"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
+    still = True
+    is_float = True
+
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, DType) or self.dtype not in (dtypes.f32, dtypes.bf16, dtypes.f16):
-            want = "floats.f32, floats.bf16 or floats.f16"
-            raise UserError("E305", loc=self.loc, what=f"Float({self.dtype!r})", want=want)
+            raise refusal(self.loc, f"Float({self.dtype!r})", "floats.f32, floats.bf16 or floats.f16")
         check_words(self)
 
     def __str__(self) -> str:
@@ -45,10 +46,6 @@ class Float(Format):
     @property
     def noise_bits(self) -> int:
         return 0 if self.rounding == "nearest" else words.noise_bits(self.dtype)
-
-    @property
-    def still(self) -> bool:
-        return True
 
     def fields(self) -> dict[str, Field]:
         return {"": Field(self.dtype)}
@@ -74,10 +71,6 @@ class Float(Format):
         return 2.0**-self.dtype.mantissa
 
     def keeps_zero(self) -> bool:
-        return True
-
-    @property
-    def is_float(self) -> bool:
         return True
 
     @property

@@ -9,17 +9,17 @@ from functools import lru_cache
 from typing import Literal
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound
-from optgen.formats.check import A_SCALE, check_block, check_part, check_words
+from optgen.formats.check import A_SCALE, check_block, check_part, check_words, refusal
 from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
 from optgen.formats.companders import HALF
 from optgen.formats.format import Field, Noise, Rounding, Verdict
-from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
+from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
+from optgen.ops.dtypes import pattern_of
 
 Kind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
 
@@ -63,12 +63,10 @@ class Fp8(Coded):
         check_words(self, kind=tuple(_KINDS), of=("value", "sqrt"), zero=("half", "keep"))
         check_part(self, "scale", Scale, A_SCALE)
         if self.of == "sqrt" and self.signed:
-            raise UserError("E305", loc=self.loc, what=f'Fp8({self.kind!r}, of="sqrt")', want='"ue4m4" with a root')
+            raise refusal(self.loc, f'Fp8({self.kind!r}, of="sqrt")', '"ue4m4" with a root')
         if self.scale.literal or not self.scale.covers:
-            raise UserError(
-                "E305", loc=self.loc, what=f"Fp8 under a {self.scale} scale",
-                want="one that no element exceeds, such as scales.fp32 or ue8m8",
-            )  # fmt: skip
+            want = "one that no element exceeds, such as scales.fp32 or ue8m8"
+            raise refusal(self.loc, f"Fp8 under a {self.scale} scale", want)
 
     def __str__(self) -> str:
         what, how = self.described

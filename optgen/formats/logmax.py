@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line, rational
-from optgen.formats.check import check_block, check_words, is_number
+from optgen.formats.check import check_block, check_words, is_number, refusal
 from optgen.formats.format import Field, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
@@ -51,25 +50,20 @@ class LogMax(PseudoLog):
     rounding: Rounding = "auto"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
+    of = "sqrt"
+
     def __post_init__(self) -> None:
         check_block("LogMax", self.bits, self.block, self.loc, 2)
         check_words(self)
         least, most = self.codes / 128, self.codes / 2
         if not is_number(self.octaves) or not least <= self.octaves <= most:
-            raise UserError(
-                "E305", loc=self.loc, what=f"LogMax of {self.bits} bits over {self.octaves!r} octaves",
-                want=f"{least:.3g} to {most:g} octaves: cells of 1/128 to 1/2 octave",
-            )  # fmt: skip
+            want = f"{least:.3g} to {most:g} octaves: cells of 1/128 to 1/2 octave"
+            raise refusal(self.loc, f"LogMax of {self.bits} bits over {self.octaves!r} octaves", want)
 
     def __str__(self) -> str:
         how = "stochastic" if self.noise_bits else "nearest"
         what = f"sqrt to {self.octaves:g} octaves under the maximum"
         return f"{self.bits}-bit unsigned blocks of {self.block}: {what}, pseudo-log, {how}"
-
-    @property
-    def of(self) -> Literal["sqrt"]:
-        """What is kept: the root."""
-        return "sqrt"
 
     @property
     def codes(self) -> int:
@@ -104,9 +98,6 @@ class LogMax(PseudoLog):
     def fields(self) -> dict[str, Field]:
         last = -((self.lowest - self.highest) // self.step)
         return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
-
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]

@@ -114,9 +114,6 @@ class LogMinMax(PseudoLog):
         header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
         return narrow.fields(self.bits) | {"range": header}
 
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import ROUNDOFF, Bound, exact, rational
-from optgen.formats.check import check_words, is_whole
+from optgen.formats.check import check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, Master, Noise, Rounding, Verdict
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
@@ -148,7 +147,7 @@ class Kahan(Narrow):
         weight = words.narrow(x, param)
         lost = x - words.widen(weight, param)
         # Inf - Inf is NaN, finite - Inf is Inf: neither is an error worth keeping.
-        lost = where(abs(lost) <= words.LARGEST_F32, lost, 0.0)
+        lost = where(abs(lost) <= f32.largest, lost, 0.0)
         return {"": weight, "compensation": words.narrow(lost, param)}
 
     def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
@@ -190,7 +189,7 @@ class Split(Narrow):
 
     def __post_init__(self) -> None:
         if not is_whole(self.bits) or self.bits not in (8, 16):
-            raise UserError("E305", loc=self.loc, what=f"Split({self.bits!r})", want="8 or 16 further bits")
+            raise refusal(self.loc, f"Split({self.bits!r})", "8 or 16 further bits")
         check_words(self)
 
     def __str__(self) -> str:

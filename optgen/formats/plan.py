@@ -6,8 +6,8 @@ from __future__ import annotations
 import dis
 import keyword
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.formats import floats
-from optgen.formats.check import is_whole
+from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.lang.declare import StateDecl
@@ -123,17 +123,19 @@ def _nameable(name: str) -> bool:
     return not name or plain and not name.startswith("__")
 
 
-_PARTS = (
-    "name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "read_back",
-    "discouraged",
-)  # fmt: skip
+def _parts() -> list[str]:
+    return [f.name for f in fields(Plan) if f.init]
 
 
-def _meant(part: str) -> str:
-    return "it is called discouraged= now" if part == "forced" else did_you_mean(part, _PARTS)
+def _check_parts(given: Iterable[str]) -> None:
+    """Raise UserError E306 for a name that is no part of a plan."""
+    for key in given:
+        if key not in _parts():
+            hint = "it is called discouraged= now" if key == "forced" else did_you_mean(key, _parts())
+            raise UserError("E306", loc=locs.of_frame(_first_frame_outside()), got=key, hint=hint)
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """How every kind of value is kept between steps.
 
@@ -154,57 +156,30 @@ class Plan:
     """
 
     doc: str
-    name: str
-    master: Master
-    signed: Format
-    nonneg: Format
-    reduced: Format
-    initial: Format
-    small: Format
-    small_numel: int
-    overrides: Mapping[str, Format]
-    read_back: bool
-    discouraged: str
-    loc: Loc = field(compare=False)
+    _: KW_ONLY
+    name: str = ""
+    master: Master = field(default_factory=Native)
+    signed: Format = floats.f32
+    nonneg: Format = floats.f32
+    reduced: Format = floats.f32
+    initial: Format = floats.f32
+    small: Format = floats.f32
+    small_numel: int = SMALL
+    overrides: Mapping[str, Format] = field(default_factory=dict)
+    read_back: bool = True
+    discouraged: str = ""
+    loc: Loc = field(default_factory=lambda: locs.of_frame(_first_frame_outside()), init=False)
 
-    def __init__(
-        self,
-        doc: str,
-        *,
-        name: str = "",
-        master: Master | None = None,
-        signed: Format = floats.f32,
-        nonneg: Format = floats.f32,
-        reduced: Format = floats.f32,
-        initial: Format = floats.f32,
-        small: Format = floats.f32,
-        small_numel: int = SMALL,
-        overrides: Mapping[str, Format] | None = None,
-        read_back: bool = True,
-        discouraged: str = "",
-        **unknown: object,
-    ) -> None:
-        frame = _first_frame_outside()
-        for key in unknown:
-            raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=_meant(key))
-        _check_overrides(overrides, locs.of_frame(frame))
-        values: dict[str, Any] = {
-            "doc": doc,
-            "name": _assigned_name(frame) if name == "" else name,
-            "master": Native() if master is None else master,
-            "signed": signed,
-            "nonneg": nonneg,
-            "reduced": reduced,
-            "initial": initial,
-            "small": small,
-            "small_numel": small_numel,
-            "overrides": MappingProxyType(dict(overrides or {})),
-            "read_back": read_back,
-            "discouraged": discouraged,
-            "loc": locs.of_frame(frame),
-        }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+    def __new__(cls, *_: object, **parts: object) -> Plan:
+        """Raise UserError E306 for a part that plans do not have."""
+        _check_parts(parts)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_overrides(self.overrides, self.loc)
+        object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides or {})))
+        if self.name == "":
+            object.__setattr__(self, "name", _assigned_name(_first_frame_outside()))
         self._check()
 
     def _check(self) -> None:
@@ -228,14 +203,11 @@ class Plan:
                     hint="give it a signed format, or name the states that it is for in `overrides`",
                 )  # fmt: skip
         if self.small.block > 1 or self.reduced.block > 1 or self.initial.block > 1:
-            raise UserError(
-                "E305", loc=self.loc, what="small, reduced or initial in blocks", want="a format without blocks there"
-            )
-        for slot, fmt in (("small", self.small), ("reduced", self.reduced), ("initial", self.initial)):
-            if fmt.matrix is not None:
-                raise UserError(
-                    "E305", loc=self.loc, what=f"{slot}={fmt}", want="a format that needs no rows and columns there"
-                )
+            raise refusal(self.loc, "small, reduced or initial in blocks", "a format without blocks there")
+        for slot in ("small", "reduced", "initial"):
+            if slots[slot].matrix is not None:
+                want = "a format that needs no rows and columns there"
+                raise refusal(self.loc, f"{slot}={slots[slot]}", want)
 
     def _check_words(self) -> None:
         name = "a Python name (not one such as __init__): it becomes a module"
@@ -267,14 +239,11 @@ class Plan:
     def but(self, doc: str = "", **changes: Any) -> Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
-        own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
-        own |= {"small_numel": self.small_numel, "read_back": self.read_back, "discouraged": self.discouraged}
-        for key in changes:
-            if key not in _PARTS:
-                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=_meant(key))
+        _check_parts(changes)
         _check_overrides(changes.get("overrides"), locs.of_frame(frame))
         changes["overrides"] = {**self.overrides, **(changes.get("overrides") or {})}
         changes.setdefault("name", _assigned_name(frame))
+        own = {k: getattr(self, k) for k in _parts() if k not in ("doc", "name")}
         return Plan(doc or self.doc, **{**own, **changes})
 
     def __repr__(self) -> str:
@@ -367,7 +336,7 @@ class Plan:
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
             if state.init == "param" and fmt.matrix is not None:
                 what = f"`{state.name}`, which starts as the weight, kept as {fmt}"
-                raise UserError("E305", loc=places, what=what, want="a format that needs no rows and columns")
+                raise refusal(places, what, "a format that needs no rows and columns")
             if fmt.block > 1:
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:

@@ -4,52 +4,30 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from optgen.formats.coded import NOISE_BITS
-from optgen.formats.format import Format, Rounding, View
-from optgen.formats.scales import of_pattern
+from optgen.formats.coded import Packed
+from optgen.formats.format import View
 from optgen.lang.values import maximum, minimum, where
+from optgen.ops.dtypes import of_pattern
 
 INFINITE = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
 
 
 @dataclass(frozen=True)
-class PseudoLog(Format):
-    """Codes of nonnegative values, which are encoded from +0 on and never read as 0; subclasses have a `rounding`."""
+class PseudoLog(Packed):
+    """Codes of nonnegative values, which are encoded from +0 on and never read as 0."""
 
-    @property
-    def signed(self) -> bool:
-        return False
-
-    @property
-    def plus_zero(self) -> bool:
-        return True
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def still(self) -> bool:
-        # Cells move only where a block comes to span another number of units, a few times in a run at most.
-        return True
-
-    def rounded(self, rounding: Rounding) -> Format:
-        changed: Any = self  # the field is a subclass's
-        made: Format = replace(changed, rounding=rounding)
-        return made
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+    signed = False
+    plus_zero = True
+    positive = True
+    still = True  # cells move only where a block comes to span another number of units, a few times in a run at most
 
     # -- what is known of the error
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
-        changed: Any = self
-        return 1 << changed.bits, 1.0, "value"  # unsigned: never a signed average's format
+        return 1 << self.bits, 1.0, "value"  # unsigned: never a signed average's format
 
     def keeps_zero(self) -> bool:
         return False

@@ -14,36 +14,22 @@ stay finite; scale 0 is what a fresh state has and makes all of its block 0.
 from __future__ import annotations
 
 import math
-import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.formats import words
-from optgen.formats.check import check_line, check_number
+from optgen.formats.check import check_line, check_number, refusal
 from optgen.lang.values import Num, cast, equal, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
-from optgen.ops.dtypes import DType
+from optgen.ops.dtypes import DType, pattern_of
 
 SMALLEST = 2.0**-118
-LARGEST = float.fromhex("0x1.fffffep127")  # of f32
+LARGEST = dtypes.f32.largest
 LARGEST_ROOT = float.fromhex("0x1.ffffe0p63")  # a little below 2^64: its square is finite
 _LARGEST_ROOT_BITS = 0x5F7FFFF0
 _ROOT_OFFSET = (127 - 63) << 23  # bits of 2^-63
 _SMALLEST_BITS = (127 - 118) << 23
-
-
-def pattern_of(x: float) -> int:
-    """The pattern of an f32, rounded to it."""
-    (pattern,) = struct.unpack("<i", struct.pack("<f", x))
-    return int(pattern)
-
-
-def of_pattern(pattern: int) -> float:
-    """Return the f32 with this pattern."""
-    (value,) = struct.unpack("<f", struct.pack("<i", pattern))
-    return float(value)
 
 
 def least_scale(scale: Scale, least: float, root: bool) -> float:
@@ -196,7 +182,7 @@ class FloatScale(Scale):
         check_number(f"FloatScale(least={self.least!r})", self.least, SMALLEST, LARGEST, want, locs.here(2))
         if self.dtype is not dtypes.f32:
             want = "ue8m8 or bf16_up, which are scales of 16 bits"
-            raise UserError("E305", loc=locs.here(2), what=f"FloatScale(dtype={self.dtype})", want=want)
+            raise refusal(locs.here(2), f"FloatScale(dtype={self.dtype})", want)
 
     def __str__(self) -> str:
         return self.name if self.least == SMALLEST else f"{self.name} (from {self.least:.3g})"

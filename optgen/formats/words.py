@@ -15,7 +15,6 @@ from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32
 NAN = 0x7FC00000  # f32
 INF = 0x7F800000  # f32
 LARGEST = 0x7F7FFFFF  # f32, the largest finite
-LARGEST_F32 = float.fromhex("0x1.fffffep127")
 
 F16_EXPONENT_SHIFT = 112 << 23  # f32 bits of 2^-112: what separates the exponents of f32 and f16
 F16_INF = 31 << 23  # f32 bits of 2^16 after that shift

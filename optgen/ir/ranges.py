@@ -12,7 +12,6 @@ fp64 and become f32 where a kernel's arithmetic takes them.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 
 from optgen.ir.node import Node, is_const
@@ -53,14 +52,8 @@ def _over(x: float, y: float) -> float:
 def _float_bits(a: Interval) -> Interval:
     """f32 values of i32 bit patterns in a: monotone from 0 up to +inf."""
     if a[0] >= 0 and a[1] <= 0x7F800000:
-        low, high = (struct.unpack("<f", struct.pack("<i", int(x)))[0] for x in a)
-        return low, high
+        return dtypes.of_pattern(int(a[0])), dtypes.of_pattern(int(a[1]))
     return (0.0, math.inf) if a[0] >= 0 else ANY
-
-
-def _bits_of(x: float) -> int:
-    """The i32 pattern of an f32 x >= 0."""
-    return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
 def _outward(x: float, up: bool, dtype: DType = dtypes.f32) -> float:
@@ -206,7 +199,7 @@ def _bitcast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> I
     if node.dtype is dtypes.f32:
         return _float_bits(a[0])
     if node.dtype is dtypes.i32 and a[0][0] >= 0:
-        return (_bits_of(a[0][0]), _bits_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
+        return (dtypes.pattern_of(a[0][0]), dtypes.pattern_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
     return _anything(node)
 
 

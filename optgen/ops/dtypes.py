@@ -85,6 +85,16 @@ PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
 """The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
 
 
+def pattern_of(x: float) -> int:
+    """Return the bits of x, rounded to f32, as an i32."""
+    return int(struct.unpack("=i", struct.pack("f", x))[0])  # the standard "=f" refuses to pack what becomes inf
+
+
+def of_pattern(pattern: int) -> float:
+    """Return the f32 with these bits."""
+    return float(struct.unpack("=f", struct.pack("=i", pattern))[0])
+
+
 def in_f32(x: float) -> float:
     """What a number of the host's becomes in f32: 0 where it is too small, an infinity where it is too large."""
-    return float(struct.unpack("=f", struct.pack("f", x))[0])  # the standard "=f" refuses to pack what becomes inf
+    return of_pattern(pattern_of(x))

@@ -16,17 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from optgen.ops.dtypes import f32, in_f32, of_pattern, pattern_of
+
 Line = tuple[float, float]
 """(slope, offset), both f32."""
 
-NEVER = float.fromhex("0x1.fffffep127")  # what no number reaches that was divided by its block's largest
+NEVER = f32.largest  # what no number reaches that was divided by its block's largest
 EXACT = 2.0**-20  # how far a line may be from an entry, relative to it
 CELL = 2.0**-12  # how far a line may be from the end of a cell, in cells
-
-
-def f32(x: float) -> float:
-    """The f32 nearest to x, half to even."""
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
 
 
 def after(x: float, by: int = 1) -> float:
@@ -124,8 +121,8 @@ def _runs(points: Sequence[tuple[float, float]], close: Callable[[Line, tuple[fl
 
 def through(p: tuple[float, float], q: tuple[float, float]) -> Line:
     """The line through two points."""
-    slope = f32((q[1] - p[1]) / (q[0] - p[0]))
-    return slope, f32(p[1] - slope * p[0])
+    slope = in_f32((q[1] - p[1]) / (q[0] - p[0]))
+    return slope, in_f32(p[1] - slope * p[0])
 
 
 def envelope(
@@ -134,7 +131,7 @@ def envelope(
     """Few lines whose smallest (largest) value goes through all the points; () where there are none."""
     if len(points) == 1:
         ((x, y),) = points
-        return ((f32(y / x), 0.0),)
+        return ((in_f32(y / x), 0.0),)
     side = -1 if lowest else 1
     lines = [
         (a, b)
@@ -212,15 +209,15 @@ def cell_ends(values: Sequence[float], ties: str) -> tuple[float, ...]:
 
 def _place(x: float) -> int:
     """The number of an f32 in their order; both zeros are 0."""
-    (pattern,) = struct.unpack("<i", struct.pack("<f", x))
-    return int(pattern) if pattern >= 0 else -(pattern & 0x7FFFFFFF)
+    pattern = pattern_of(x)
+    return pattern if pattern >= 0 else -(pattern & 0x7FFFFFFF)
 
 
 def _at(place: int) -> float:
-    return float(struct.unpack("<f", struct.pack("<i", abs(place)))[0]) * (-1 if place < 0 else 1)
+    return of_pattern(abs(place)) * (-1 if place < 0 else 1)
 
 
 def _above(x: float, low: float, high: float, ties: str) -> bool:
     if ties == "down":
-        return f32(high - x) < f32(x - low)
-    return f32(x - low) >= f32(f32(high - low) * 0.5)
+        return in_f32(high - x) < in_f32(x - low)
+    return in_f32(x - low) >= in_f32(in_f32(high - low) * 0.5)

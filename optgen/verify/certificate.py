@@ -14,7 +14,7 @@ import torch
 
 from optgen.formats.bound import Bound, Line
 from optgen.formats.format import Format, Noise
-from optgen.formats.scales import of_pattern
+from optgen.ops.dtypes import of_pattern
 from optgen.verify.bounds import one_step_bound
 
 

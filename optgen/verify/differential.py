@@ -114,7 +114,6 @@ def enclose(
             number, not an interval
     dims    what the columns of a matrix are made of; None: one dimension
     """
-    model = before.p.model
     shape = before.p.shape
     flags = spec.flag_values(hypers, tuple(shape), before.step + 1)
     seen = layout.matrix_shape(matrix_of(spec, flags, storage), shape)
@@ -124,40 +123,74 @@ def enclose(
         dims = layout.column_dims("first", shape)
         after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views, dims)
         return after.reshaped(spec, shape)
-    gradient = Interval.point(g.float(), model)
+    gradient = Interval.point(g.float(), before.p.model)
     p, states, host = _evaluated(spec, before, gradient, hypers)
-    early = read_back(spec, storage, flags)
     still = untouched(spec, storage, flags)
-    as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept and name not in still)
-    if early or as_kept:
-        both = (*early, *as_kept)
-        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, both, kept, dims, still)
-    new = {name: _kept(spec, storage, name, states, shape, kept, dims, still) for name in states}
+    step = StoredStep(spec, storage, before, kept, dims, still)
+    early = [*read_back(spec, storage, flags), *(name for name, f in storage.states.items() if f.as_kept)]
+    if early := [name for name in early if name not in still]:
+        trace = spec.trace(flags)
+        p, states = step.read_back({"p": trace.p, **trace.states}, gradient, _scalars(spec, before, hypers), early)
+    new = {name: step.kept_state(name, states) for name in states}
     return Values(stored_weight(storage, p), new, host, before.step + 1)
 
 
-def _kept(
-    spec: Spec,
-    storage: Storage,
-    name: str,
-    states: Mapping[str, Interval],
-    shape: torch.Size,
-    kept: Mapping[str, Tensor] | None,
-    dims: tuple[int, ...] | None,
-    still: Collection[str],
-) -> Interval:
-    """What a state may read as after its new value was stored; one that stays `still` is as it was."""
-    if name in still:
-        return states[name]
-    decl, fmt, root = next(s for s in spec.states if s.name == name), storage.states[name], None
-    if fmt.relative:
-        base = decl.normalized_by
-        assert base is not None
-        if kept is None:
-            root = _root(_kept(spec, storage, base, states, shape, None, dims, still))
-        else:
-            root = _root(Interval.point(kept[base], states[name].model))
-    return stored(fmt, _full(states[name], layout.value_shape(decl.space.name, shape)), root, dims)
+@dataclass(frozen=True)
+class StoredStep:
+    """One step of a rule under a plan, whose new values are stored; arguments as in `enclose`.
+
+    still  states that the step leaves as they are kept
+    """
+
+    spec: Spec
+    storage: Storage
+    before: Values
+    kept: Mapping[str, Tensor] | None
+    dims: tuple[int, ...] | None
+    still: Collection[str]
+
+    def kept_state(self, name: str, states: Mapping[str, Interval]) -> Interval:
+        """Return what a state may read as after its new value was stored."""
+        if name in self.still:
+            return states[name]
+        decl, fmt, root = next(s for s in self.spec.states if s.name == name), self.storage.states[name], None
+        if fmt.relative:
+            base = decl.normalized_by
+            assert base is not None
+            given = self.kept and Interval.point(self.kept[base], states[name].model)
+            root = _root(given or self.kept_state(base, states))
+        shape = layout.value_shape(decl.space.name, self.before.p.shape)
+        return stored(fmt, _full(states[name], shape), root, self.dims)
+
+    def read_back(
+        self, roots: Mapping[str, Node], gradient: Interval, scalars: Mapping[str, float], early: Collection[str]
+    ) -> tuple[Interval, dict[str, Interval]]:
+        """Return new p and states, where what reads a value of `early` may see it before it was stored or after; where
+        its format says that the rule reads it as kept, after.
+
+        roots    the new values ("p" and states) as nodes of the rule
+        scalars  hyper-parameters by part, host states and the step
+        """
+        before = self.before
+        held = {"p": spaces.elem} | {s.name: s.space for s in self.spec.states}
+        reading = Reading(before, gradient, scalars)
+        order = [n.uid for n in postorder(roots.values())]
+        for name in sorted(early, key=lambda name: order.index(roots[name].uid)):
+            exact = {k: filled(held[k], before.p, reading(roots[k])) for k in roots}
+            if self.kept is not None:
+                again = Values.decoded({"p": self.kept["p"], name: self.kept[name]}, {}, 0, before.p.model)
+                after = again.p if name == "p" else again.states[name]
+            elif name == "p":
+                after = stored_weight(self.storage, exact["p"])
+            else:
+                after = self.kept_state(name, exact)
+            # An unknown end stays one: NaN wins in minimum and maximum.
+            lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
+            if name != "p" and self.storage.states[name].as_kept:
+                lo, hi = after.lo, after.hi
+            reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
+        found = {name: filled(held[name], before.p, reading.before_replacing(node)) for name, node in roots.items()}
+        return found.pop("p"), found
 
 
 # -- values that are stored before the last sweep that needs them
@@ -175,43 +208,6 @@ def read_back(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> tuple[
     if key not in _READ_BACK:
         _READ_BACK[key] = passes.step(lower(spec, flags, storage), "strict").early
     return _READ_BACK[key]
-
-
-def _with_read_back(
-    spec: Spec,
-    storage: Storage,
-    before: Values,
-    gradient: Interval,
-    hypers: Mapping[str, Any],
-    flags: Mapping[str, bool],
-    early: tuple[str, ...],
-    kept: Mapping[str, Tensor] | None,
-    dims: tuple[int, ...] | None,
-    still: Collection[str],
-) -> tuple[Interval, dict[str, Interval]]:
-    """New p and states, where what reads an early value may see it before it was stored or after; where its format says
-    that the rule reads it as kept, after."""
-    trace = spec.trace(flags)
-    roots = {"p": trace.p, **trace.states}
-    held = {"p": spaces.elem} | {s.name: s.space for s in spec.states}
-    reading = Reading(before, gradient, _scalars(spec, before, hypers))
-    order = [n.uid for n in postorder(roots.values())]
-    for name in sorted(early, key=lambda name: order.index(roots[name].uid)):
-        exact = {k: filled(held[k], before.p, reading(roots[k])) for k in roots}
-        if kept is not None:
-            again = Values.decoded({"p": kept["p"], name: kept[name]}, {}, 0, before.p.model)
-            after = again.p if name == "p" else again.states[name]
-        elif name == "p":
-            after = stored_weight(storage, exact["p"])
-        else:
-            after = _kept(spec, storage, name, exact, before.p.shape, None, dims, still)
-        # An unknown end stays one: NaN wins in minimum and maximum.
-        lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
-        if name != "p" and storage.states[name].as_kept:
-            lo, hi = after.lo, after.hi
-        reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
-    found = {name: filled(held[name], before.p, reading.before_replacing(node)) for name, node in roots.items()}
-    return found.pop("p"), found
 
 
 def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str, float]:
