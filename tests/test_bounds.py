@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+import sympy
 import torch
 
 from optgen.base.errors import UserError
@@ -39,7 +42,7 @@ from optgen.formats import (
     ue7m9,
     ue8m8,
 )
-from optgen.formats.proofs import meant, prove
+from optgen.formats.proofs import exactly, meant, nonnegative, prove
 from optgen.lang import sqrt
 from optgen.ops import dtypes
 from optgen.verify.bounds import master_bound, one_step_bound, steady_state
@@ -77,15 +80,24 @@ def test_the_bound_is_the_exact_supremum_within_a_thousandth(fmt: Format) -> Non
     assert certificate.supremum <= certificate.bound.total
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: str(f).replace(" ", "-"))
-def test_the_closed_form_is_the_number(fmt: Format) -> None:
-    bound = one_step_bound(fmt)
-    formula = bound.formula()
-    assert formula is not None
-    # The numbers of a table are f32: their gaps as fractions, within f32's precision of 1.
-    table = isinstance(fmt, Codebook)
-    assert float(formula) == pytest.approx(bound.value, rel=0 if table else 1e-12, abs=2.0**-26 if table else 0)
-    assert bound.latex()
+def _inverse(c: object) -> Callable[[float], float]:
+    """The inverse of a compander of docs/formats.md, written down a second time."""
+    own = {"linear": 1.0, "root": 2.0, "power(1/3)": 3.0, "power(0.666667)": 1.5}
+    if str(c) in own:
+        return lambda y: y ** own[str(c)]
+    k = float((re.findall(r"[0-9.]+", str(c)) or ["1"])[0])
+    if str(c).startswith("log"):
+        return lambda y: (2 ** (k * y) - 1) / (2**k - 1)
+    return lambda y: y / (1 + k - k * y) if str(c).startswith("softsign") else y / (1 + math.sqrt(1 - y))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("c", COMPANDERS, ids=str)
+def test_the_bound_of_a_convex_inverse_is_that_of_the_outermost_cell(c: object, rounding: str, signed: bool) -> None:
+    fmt = Blocked(8, 16, c, ue8m8, signed=signed, rounding=rounding)  # type: ignore[arg-type]
+    g, cell = _inverse(c), (1 if rounding == "stochastic" else 0.5) / (127 if signed else 255)
+    assert one_step_bound(fmt).value == pytest.approx(g(1.0) - g(1 - cell), rel=1e-11)
 
 
 @pytest.mark.parametrize("of", ["sqrt", "value"])
@@ -99,16 +111,17 @@ def test_minmax_bounds_hold_for_every_span(of: str, rounding: str, units: int) -
 
 
 def test_well_known_closed_forms() -> None:
-    """Values of the literature, in lowest terms."""
+    """Values of the literature."""
 
-    def formula(c: object, **kw: object) -> str:
-        return str(one_step_bound(Blocked(8, 64, c, **{"rounding": "nearest", **kw})).formula())  # type: ignore[arg-type]
+    def value(c: object, **kw: object) -> object:
+        found = one_step_bound(Blocked(8, 64, c, **{"rounding": "nearest", **kw})).value  # type: ignore[arg-type]
+        return pytest.approx(found, rel=1e-12)
 
-    assert formula(linear) == "1/254"
-    assert formula(softsign(1)) == "2/255"
-    assert formula(linear, signed=False) == "1/510"
-    assert formula(softsign(1), rounding="stochastic") == "1/64"
-    assert str(one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).formula()) == "1/128"
+    assert value(linear) == 1 / 254
+    assert value(softsign(1)) == 2 / 255
+    assert value(linear, signed=False) == 1 / 510
+    assert value(softsign(1), rounding="stochastic") == 1 / 64
+    assert one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).value == 1 / 128
 
 
 def test_the_bounds_of_the_papers_tables() -> None:
@@ -132,7 +145,6 @@ def test_bounds_include_clamp_cells() -> None:
     assert steep.largest_error(255, random=False) == pytest.approx(1 - (1 - 1 / 510) ** 10)
     assert flat.largest_error(255, random=False) == pytest.approx((0.5 / 255) ** 0.5)
     fmt = Blocked(8, 16, flat, ue8m8, signed=False, rounding="nearest", zero="keep")
-    assert one_step_bound(fmt).formula() is None
     # Code 0 takes everything below the root of half a code.
     assert certify(fmt).ratio == pytest.approx(1, abs=1e-3)
 
@@ -156,8 +168,6 @@ def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> 
         assert worst >= 0.95 * bound.value
     else:
         assert worst == 0
-    formula = bound.formula()
-    assert formula is None or float(formula) == pytest.approx(bound.value)
 
 
 def test_bytes_are_derived_field_by_field() -> None:
@@ -172,7 +182,9 @@ def test_bytes_are_derived_field_by_field() -> None:
 
 @pytest.mark.parametrize("c", COMPANDERS, ids=str)
 def test_companders_are_proven(c: object) -> None:
-    assert prove(c).convex  # type: ignore[arg-type]
+    prove(c)
+    y = sympy.Symbol("y", positive=True)
+    assert nonnegative(sympy.diff(exactly(c.inverse(y)), y, 2), y)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -203,9 +215,12 @@ def test_a_curve_of_ordinary_decimals_is_proven(a: float) -> None:
         lambda n: (sqrt(a * a + 4 * (1 + a) * n) - a) / 2,
         lambda y: (y * y + a * y) * (1 / (1 + a)),
     )
-    assert prove(c).convex
-    ends = Blocked(8, compander=c, signed=False, scale=fp32)
-    assert float(one_step_bound(ends).formula()) == pytest.approx(one_step_bound(ends).value, rel=1e-12)
+    prove(c)
+    y, cell = sympy.Symbol("y", positive=True), Fraction(1, 255)
+    assert nonnegative(sympy.diff(exactly(c.inverse(y)), y, 2), y)
+    ends, exact = Blocked(8, compander=c, signed=False, scale=fp32), Fraction(str(a))
+    outermost = 1 - ((1 - cell) ** 2 + exact * (1 - cell)) / (1 + exact)
+    assert one_step_bound(ends).value == pytest.approx(float(outermost), rel=1e-12)
 
 
 def test_floats_are_the_numbers_that_they_stand_for() -> None:

@@ -20,7 +20,7 @@ from optgen.ir import node as ir
 from optgen.ir.ranges import ranges
 from optgen.lang import hyper, optimizer, state
 from optgen.lang.plain import plain_formulas
-from optgen.lang.symbolic import formulas
+from optgen.lang.symbolic import expression
 from optgen.ops import dtypes, prims, spaces
 from optgen.verify import bounds, lint
 from optgen.verify.differential import stored
@@ -139,7 +139,7 @@ def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return p, m
 
     gated.check()
-    assert formulas(gated)[0][1].has(sympy.Function("relu"))
+    assert expression(gated.trace().states["m"], {}).has(sympy.Function("relu"))
     assert "relu(g)" in plain_formulas(gated)[0]
 
     generator = torch.Generator().manual_seed(1)

@@ -160,7 +160,7 @@ def test_the_exact_worst_error_is_the_bound(fmt: Rank1, bits: int) -> None:
 
 
 def test_the_bound_of_the_zero_free_code_has_a_closed_form() -> None:
-    assert str(one_step_bound(NEAREST).formula()) == "1/16"
+    assert one_step_bound(NEAREST).value == 1 / 16
 
 
 @pytest.mark.parametrize("name", MATRICES)

@@ -178,7 +178,7 @@ def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Ca
 
 def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str, bool] | None = None) -> Explanation:
     """Everything about a pair, for one parameter dtype and flag setting."""
-    from optgen.lang.symbolic import plain_formulas
+    from optgen.lang.plain import plain_formulas
 
     case = case_of(spec, plan, param, flags or {})
     step = passes.step(lower(spec, case.flags, case.storage), "fast")

@@ -124,7 +124,7 @@ class Blocked(Curved):
     # -- what is known of the error
 
     def bound(self) -> Bound:
-        value, slack, make = self.error_of_codes()
+        value, slack = self.error_of_codes()
         scale = self.scale
         valid = f"scale <= max(largest |{self.what}| of the block, {scale.low:.3g}) * (1 + {scale.excess:.3g})"
         if scale.literal:
@@ -136,7 +136,7 @@ class Blocked(Curved):
         elif not scale.covers:
             valid += f", largest <= {scale.high:.3g}"
         ends = {"low": scale.low, "high": scale.high, "excess": scale.excess, "strict": scale.literal}
-        return self.of_scale(value, "scale", valid, slack, make=make, **ends)
+        return self.of_scale(value, "scale", valid, slack, **ends)
 
     def findings(self, nonneg: bool) -> list[Verdict]:
         out = of_scales(self.scale, self.scale.low)

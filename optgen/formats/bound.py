@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from optgen.lang.values import where
@@ -24,7 +23,6 @@ class Bound:
               "* root", "value", "root" (then of the root's error)
     valid     the range, in words
     slack     what f32 arithmetic may add to it
-    make      the closed form, as a SymPy expression; None where there is none (a curve that is not convex)
 
     The rest is what an enclosure needs (`Format.enclose`).  Of a multiple of the value:
 
@@ -42,7 +40,6 @@ class Bound:
     of: str
     valid: str
     slack: float = 0.0
-    make: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
     absolute: float = 0.0
     largest: float = math.inf
     low: float = 0.0
@@ -53,16 +50,6 @@ class Bound:
     @property
     def total(self) -> float:
         return self.value + self.slack
-
-    def formula(self) -> Any:
-        """Return the closed form as a SymPy expression, or None."""
-        return self.make()
-
-    def latex(self) -> str:
-        import sympy
-
-        formula = self.formula()
-        return "" if formula is None else str(sympy.latex(formula))
 
     def __str__(self) -> str:
         return f"{self.value:.3g} of the {self.of}, {self.valid}"
@@ -90,19 +77,3 @@ class Line:
     others: tuple[float, ...]
     relative: bool
     sign: float = 1.0
-
-
-def rational(p: int, q: int = 1) -> Callable[[], Any]:
-    """Return a function that makes the fraction p / q in SymPy."""
-
-    def make() -> Any:
-        import sympy
-
-        return sympy.Rational(p, q)
-
-    return make
-
-
-def exact(value: float) -> Callable[[], Any]:
-    """Return a function that makes 0, or a power of two as a fraction."""
-    return rational(0) if value == 0 else rational(1, round(1 / value))

@@ -14,7 +14,7 @@ from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number, refusal
-from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, widest
 from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
@@ -139,7 +139,7 @@ class Codebook(Coded):
         value, slack = error_of_table(self.table, self.signed, self.noise_bits > 0)
         valid = f"scale <= max(largest |{self.what}| of the block, {self.low:.3g}) * (1 + {scale.excess:.3g})"
         ends = {"low": self.low, "high": scale.high, "excess": scale.excess}
-        return self.of_scale(value, "scale", valid, slack, make=shortest(value), **ends)
+        return self.of_scale(value, "scale", valid, slack, **ends)
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
         ends = (-1.0, *cell_ends(self.table, self.ties), math.inf)

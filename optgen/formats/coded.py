@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,8 +105,8 @@ class Curved(Coded):
         """Return how code 0 of an unsigned format is read: "half" a code, "keep" (0), or "free" (codes begin at 1)."""
         return "keep"
 
-    def error_of_codes(self) -> tuple[float, float, Any]:
-        """Return what a bound states of the codes: the largest error, what arithmetic adds, the closed form."""
+    def error_of_codes(self) -> tuple[float, float]:
+        """Return what a bound states of the codes: the largest error, and what arithmetic adds."""
         random, unsigned = self.noise_bits > 0, not self.signed
         half, free = self.zero == "half" and unsigned, self.zero == "free" and unsigned
         value = self.compander.largest_error(self.codes, random, half, free)
@@ -115,8 +115,7 @@ class Curved(Coded):
         # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
         # up to 2^7.
         roundings = (4 + self.below / ROUNDOFF) if short else 2**9
-        slack = (roundings * steepest + roundings) * ROUNDOFF
-        return value, slack, lambda: self.compander.error_formula(self.codes, random, free)
+        return value, (roundings * steepest + roundings) * ROUNDOFF
 
     @property
     def below(self) -> float:
@@ -152,17 +151,6 @@ def widest(readings: tuple[float, ...], least: float = 0.0) -> float:
     """Return the largest ratio of two neighbours among the positive numbers from `least` on."""
     positive = [x for x in readings if x > 0]
     return max(b / a for a, b in itertools.pairwise(positive) if a >= least)
-
-
-def shortest(value: float) -> Callable[[], Any]:
-    """Return a function that makes the shortest fraction within f32's precision of a number."""
-
-    def make() -> Any:
-        import sympy
-
-        return sympy.nsimplify(value, rational=True, tolerance=2.0**-26)
-
-    return make
 
 
 def of_scales(scale: Scale, low: float) -> list[Verdict]:

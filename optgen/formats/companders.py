@@ -18,7 +18,6 @@ from typing import Any
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.formats import proofs
 from optgen.formats.check import check_line, check_number, refusal
 from optgen.lang import values
 from optgen.lang.values import Num, Value, sqrt, where
@@ -125,19 +124,6 @@ class Compander:
         a code; `free`: code 1 is the first, down to 0.  The first cell begins at 0, the last one ends at 1.
         """
         return _largest_error(self, codes, random, half, free)
-
-    def error_formula(self, codes: int, random: bool, free: bool = False) -> Any:
-        """Return `largest_error` in SymPy, or None: g(1) - g(1 - cell), which is the outermost cell, where the inverse
-        g is convex."""
-        import sympy
-
-        y = sympy.Symbol("y", positive=True)
-        g = proofs.exactly(self.inverse(y))
-        if not proofs.nonnegative(sympy.diff(g, y, 2), y):
-            return None
-        cell = sympy.Rational(1, codes if random else 2 * codes)
-        outer = sympy.simplify(g.subs(y, 1) - g.subs(y, 1 - cell))
-        return sympy.Max(outer, g.subs(y, sympy.Rational(1, codes))) if free else outer
 
     def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
         if self.odd or not signed:

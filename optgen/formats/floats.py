@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import words
-from optgen.formats.bound import Bound, rational
+from optgen.formats.bound import Bound
 from optgen.formats.check import check_words, refusal
 from optgen.formats.format import Field, Format, Noise, Rounding, Verdict
 from optgen.lang.values import Num
@@ -92,13 +92,11 @@ _RANGES = {
 def rounding_to(dtype: DType, random: bool) -> Bound:
     """Return the bound of rounding an f32 to a float type, half to even or stochastically."""
     if dtype is dtypes.f32:
-        return Bound(0.0, "value", "every f32", make=rational(0))
+        return Bound(0.0, "value", "every f32")
     # Half an ulp above a power of two: 2^-(stored + 1) of 1 + 2^-(stored + 1); stochastically a whole one.
-    places = dtype.mantissa + 1
-    half = 2.0**-places
+    half = 2.0 ** -(dtype.mantissa + 1)
     return Bound(
         2 * half if random else half / (1 + half), "value", _RANGES[dtype.name],
-        make=rational(2 if random else 1, 2**places + (0 if random else 1)),
         # Below the normal numbers the step stays what it is at the smallest of them.
         absolute=dtype.normal * (2 * half if random else half), largest=dtype.largest,
     )  # fmt: skip

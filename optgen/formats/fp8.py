@@ -13,7 +13,7 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, check_block, check_part, check_words, refusal
-from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, widest
 from optgen.formats.companders import HALF
 from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale
@@ -174,9 +174,7 @@ class Fp8(Coded):
         # The scale is that of the largest float: the error is a multiple of what the largest element counts as.
         valid = f"largest <= max(largest |{self.what}| of the block, {low:.3g}) * (1 + {scale.excess:.3g})"
         high = min(scale.high * self.largest, LARGEST)
-        return self.of_scale(
-            value, "largest", valid, slack, make=shortest(value), low=low, high=high, excess=scale.excess
-        )
+        return self.of_scale(value, "largest", valid, slack, low=low, high=high, excess=scale.excess)
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
         # Half of a gap is rounded to the even code, which is the number's own in every second gap.

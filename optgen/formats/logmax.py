@@ -16,7 +16,7 @@ from typing import Any
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line, rational
+from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line
 from optgen.formats.check import check_block, check_words, is_number, refusal
 from optgen.formats.format import Field, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
@@ -163,7 +163,7 @@ class LogMax(PseudoLog):
             f"{span:g} octaves under it, what lies under 2^-63 as that{INFINITE}"
         )
         halves = 1 if self.noise_bits else 2
-        return Bound(cell / halves, "root", valid, slack, rational(self.step, halves * 2**23))
+        return Bound(cell / halves, "root", valid, slack)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         """The relative error of a cell; what is far below its block's maximum reads as the grid's first point there."""

@@ -231,13 +231,7 @@ class LogMinMax(PseudoLog):
             f"{INFINITE}"
         )
 
-        def formula() -> Any:
-            import sympy
-
-            d = sympy.Rational(1, 2 * k if self.of == "sqrt" else k)
-            return sympy.Max(d / (1 + d / 2), 3 * d / (4 - d)) if random else d / 2
-
-        return Bound(value, what, valid, slack, formula)
+        return Bound(value, what, valid, slack)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         """The relative error for as many units as the block can span; what is far below its maximum reads as more."""

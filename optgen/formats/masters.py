@@ -14,7 +14,7 @@ from typing import Any, Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import words
-from optgen.formats.bound import ROUNDOFF, Bound, exact, rational
+from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, Master, Noise, Rounding, Verdict
@@ -156,7 +156,7 @@ class Kahan(Narrow):
     def _bound(self, param: DType) -> Bound:
         value = 2.0 ** -(2 * param.mantissa + 3)  # half a place of what is under half a place
         valid, least = "well above the smallest normal number", param.normal * 2.0 ** -(param.mantissa + 1)
-        return Bound(value, "value", valid, make=exact(value), absolute=least, largest=param.largest)
+        return Bound(value, "value", valid, absolute=least, largest=param.largest)
 
     def enclose(self, x: Any, param: DType) -> Any:
         if param is f32:
@@ -238,13 +238,13 @@ class Split(Narrow):
     def _bound(self, param: DType) -> Bound:
         if param is bf16 and self.bits == 16:
             valid = "every f32 but NaN, whose payload is lost"
-            return Bound(0.0, "value", valid, make=rational(0), largest=param.largest)
+            return Bound(0.0, "value", valid, largest=param.largest)
         kept, random = param.mantissa + self.bits, self.noise_bits(param) > 0
         value = 0.0 if kept > 23 else 2.0 ** -(kept if random else kept + 1)
         step = param.lowest - kept - (0 if random else 1)
         top = "2^128 (1 - 2^-17)" if param is bf16 else "2^16 (1 - 2^-20)"
         valid = f"2^{param.lowest} <= |x| < {top}; absolute 2^{max(step, -150)} below, Inf above"
-        return Bound(value, "value", valid, make=exact(value), absolute=2.0**step, largest=param.largest)
+        return Bound(value, "value", valid, absolute=2.0**step, largest=param.largest)
 
     def findings(self, param: DType) -> list[Verdict]:
         return [] if self.bits == 16 or self.noise_bits(param) else self._moves(param)
@@ -296,8 +296,7 @@ class Ecc8(Narrow):
         value = 2.0 ** -(param.mantissa + 1) / 254
         slack = value * 2.0**-param.mantissa + 2 * ROUNDOFF
         least = (value + slack) * param.normal + 2.0**-148
-        make = rational(1, 254 * 2 ** (param.mantissa + 1))
-        return Bound(value, "value", "normal values", slack, make, absolute=least, largest=param.largest)
+        return Bound(value, "value", "normal values", slack, absolute=least, largest=param.largest)
 
     def findings(self, param: DType) -> list[Verdict]:
         return self._moves(param)

@@ -8,8 +8,9 @@ import keyword
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import wraps
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError, did_you_mean
@@ -22,6 +23,7 @@ from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Matrix
 from optgen.ops.dtypes import DType, f32
 
+Made = TypeVar("Made")
 SMALL = 4096
 
 
@@ -135,6 +137,20 @@ def _check_parts(given: Iterable[str]) -> None:
             raise UserError("E306", loc=locs.of_frame(_first_frame_outside()), got=key, hint=hint)
 
 
+def _of_known_parts(cls: type[Made]) -> type[Made]:
+    """Have the constructor raise UserError E306 for a part that plans do not have."""
+    init: Any = vars(cls)["__init__"]
+
+    @wraps(init)
+    def checked(self: Made, *doc: object, **parts: object) -> None:
+        _check_parts(parts)
+        init(self, *doc, **parts)
+
+    type.__setattr__(cls, "__init__", checked)
+    return cls
+
+
+@_of_known_parts
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """How every kind of value is kept between steps.
@@ -169,11 +185,6 @@ class Plan:
     read_back: bool = True
     discouraged: str = ""
     loc: Loc = field(default_factory=lambda: locs.of_frame(_first_frame_outside()), init=False)
-
-    def __new__(cls, *_: object, **parts: object) -> Plan:
-        """Raise UserError E306 for a part that plans do not have."""
-        _check_parts(parts)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _check_overrides(self.overrides, self.loc)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -58,17 +57,8 @@ def nonnegative(expression: Any, variable: Any) -> bool:
     return bool(least.is_nonnegative)
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The proven facts about a compander; `convex`: its inverse is convex, so the outermost cell is the largest."""
-
-    curve: str
-    inverse: str
-    convex: bool
-
-
 @lru_cache(maxsize=256)
-def prove(compander: Any) -> Proof:
+def prove(compander: Any) -> None:
     """Shows that a compander is increasing from 0 to 1 and that its inverse undoes it.
 
     A counterexample is looked for with floats first, so that a wrong one is told where it is wrong; then SymPy
@@ -88,15 +78,10 @@ def prove(compander: Any) -> Proof:
         t = sympy.Symbol("t", positive=True)
         around = sympy.simplify(g.subs(y, sympy.factor(sympy.together(f.subs(n, 1 / (1 + t))))) - 1 / (1 + t))
     if around != 0:
-        raise UserError(
-            "E304",
-            loc=compander.loc,
-            name=compander.name,
-            why=f"SymPy cannot show that its inverse undoes it: {around}",
-        )
+        why = f"SymPy cannot show that its inverse undoes it: {around}"
+        raise UserError("E304", loc=compander.loc, name=compander.name, why=why)
     if not nonnegative(sympy.diff(g, y), y):
         raise UserError("E304", loc=compander.loc, name=compander.name, why="SymPy cannot show that it increases")
-    return Proof(str(f), str(g), nonnegative(sympy.diff(g, y, 2), y))
 
 
 def _refute(compander: Any) -> None:

@@ -171,13 +171,13 @@ class Rank1(Curved):
         return 0.0 if self.compander == linear else super().below
 
     def bound(self) -> Bound:
-        value, slack, make = self.error_of_codes()
+        value, slack = self.error_of_codes()
         if self.in_blocks:
             scale = f"the largest |{self.what}| of the block"
         else:
             scale = f"the smallest of the largest |{self.what}| that each of its indices has"
         valid = f"scale = {scale}, at least {self.lowest:.3g}"
-        return self.of_scale(value, "scale", valid, slack, make=make, low=self.lowest)
+        return self.of_scale(value, "scale", valid, slack, low=self.lowest)
 
     def top(self, magnitude: Any, view: View) -> Any:
         return super().top(magnitude, view) if self.in_blocks else view.of_indices(magnitude)

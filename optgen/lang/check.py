@@ -68,21 +68,17 @@ def check(spec: Spec) -> None:
 
 def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Reads the spec once more: a rule that depends on what an earlier reading left behind is no function."""
-    first, second = _outputs(trace), _outputs(run(spec, flags))
+    first, second = trace.new, run(spec, flags).new
     for name, value in first.items():
         if second[name] is not value:
             places = [loc for _, parts in spec.source.returns for named, loc in parts if named == name]
             raise UserError("E128", loc=places[0] if places else spec.loc, name=name)
 
 
-def _outputs(trace: Trace) -> dict[str, object]:
-    return {"p": trace.p, **trace.states, **trace.host_states}
-
-
 def _reads(trace: Trace) -> set[str]:
     """Names whose value some new value depends on; a state that is only handed on is not read."""
-    roots = [(name, n) for name, n in {"p": trace.p, **trace.states, **trace.host_states}.items() if n.attr != name]
-    return {n.attr for _, root in roots for n in postorder([root]) if n.op in ("sym", "load")}
+    roots = [n for name, n in trace.new.items() if n.attr != name]
+    return {n.attr for n in postorder(roots) if n.op in ("sym", "load")}
 
 
 def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
@@ -91,6 +87,6 @@ def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
     for setting, trace in traces:
         rest = tuple((k, v) for k, v in setting.items() if k != flag)
         other = by_rest.setdefault(rest, trace)
-        if _outputs(other) != _outputs(trace):
+        if other.new != trace.new:
             return True
     return False

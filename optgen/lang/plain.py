@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from optgen.ir.node import Node, postorder
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Spec, Trace
 from optgen.ops.prims import PRIMS
 
 PREFIX, POWER, ATOM = 7, 8, 9
 
 
-@dataclass(frozen=True)
-class Names:
-    """What the values of one step are called: x_{t-1} comes in, x_t is kept, x' and x'' lie between."""
-
-    before: dict[str, str]  # leaf name -> symbol
-    lets: tuple[str, ...]  # symbol of each let of the trace
-
-
-def names(spec: Spec, flags: Mapping[str, bool] | None) -> Names:
-    """The names of a trace: the last value of p and of each state is x_t, others of that name get primes."""
-    trace = spec.trace(flags)
-    kept = {"p": trace.p, **trace.states, **trace.host_states}
-    before = {name: f"{name}_{{t-1}}" for name in kept} | {"g": "g", "step": "t"}
-    lets: list[str] = []
+def _let_names(trace: Trace) -> list[str]:
+    """Return the names of a trace's lets: the last value of p and of each state is x[t], others get primes."""
+    kept = trace.new
+    names: list[str] = []
     count = dict.fromkeys(("g", *kept), 0)
     for let in trace.lets:
-        if let.name in kept and let.node is kept[let.name] and f"{let.name}_t" not in lets:
-            lets.append(f"{let.name}_t")
+        if let.name in kept and let.node is kept[let.name] and f"{let.name}[t]" not in names:
+            names.append(f"{let.name}[t]")
         else:
             count[let.name] = count.get(let.name, -1) + 1
-            lets.append(let.name + "'" * count[let.name])
-    return Names(before, tuple(lets))
-
-
-def _spelled(symbol: str) -> str:
-    """exp_avg_{t-1} -> exp_avg[t-1]."""
-    stem, _, index = symbol.partition("_{")
-    if index:
-        return f"{stem}[{index.rstrip('}')}]"
-    return f"{stem.removesuffix('_t')}[t]" if stem.endswith("_t") else stem
+            names.append(let.name + "'" * count[let.name])
+    return names
 
 
 def _number(x: float | bool) -> str:
@@ -93,17 +74,18 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
 
 def plain_formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[str]:
     """The rule, one line per line of the author's: `exp_avg[t] = beta1 * exp_avg[t-1] + (1 - beta1) * g`."""
-    trace, named = spec.trace(flags), names(spec, flags)
-    kept = {"p": trace.p, **trace.states, **trace.host_states}
+    trace = spec.trace(flags)
+    names, kept = _let_names(trace), trace.new
+    before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
     known: dict[int, str] = {}
     for node in postorder([*(let.node for let in trace.lets), *kept.values()]):
         if node.op in ("load", "sym"):
-            known[node.uid] = _spelled(named.before.get(node.attr, node.attr))
+            known[node.uid] = before.get(node.attr, node.attr)
     out = []
-    for let, symbol in zip(trace.lets, named.lets, strict=True):
-        out.append(f"{_spelled(symbol)} = {_expression(let.node, known)}")
-        known.setdefault(let.node.uid, _spelled(symbol))
+    for let, name in zip(trace.lets, names, strict=True):
+        out.append(f"{name} = {_expression(let.node, known)}")
+        known.setdefault(let.node.uid, name)
     for name, node in kept.items():
-        if f"{name}_t" not in named.lets:
+        if f"{name}[t]" not in names:
             out.append(f"{name}[t] = {known[node.uid] if node.uid in known else _expression(node, known)}")
     return out

@@ -191,17 +191,13 @@ def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, floa
         if step == LATE:
             for name, node, i in _not_finite(trace, run, values):
                 bad, j = _culprit(run, values, node, i)
-                return name, values[bad.uid][j], _place(spec, trace, bad, list(_new(trace).values()))
+                return name, values[bad.uid][j], _place(spec, trace, bad, list(trace.new.values()))
     return None
-
-
-def _new(trace: Trace) -> dict[str, Node]:
-    return {"p": trace.p, **trace.states, **trace.host_states}
 
 
 def _not_finite(trace: Trace, run: Run, values: Values) -> Iterator[tuple[str, Node, int]]:
     """The new values that are not finite at an element."""
-    for name, node in _new(trace).items():
+    for name, node in trace.new.items():
         for i in range(run.size):
             if not math.isfinite(values[node.uid][i]):
                 yield name, node, i
@@ -212,7 +208,7 @@ def _walked(
 ) -> Iterator[tuple[Run, int, Values]]:
     """Each tensor, and what every node is worth at each of the steps, one after the other."""
     new = {"p": trace.p, **trace.states}
-    roots = [*new.values(), *trace.host_states.values()]
+    roots = list(trace.new.values())
     grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in P for g in G), len(G))]
     if any(n.op in REDUCTIONS for n in postorder(roots)):
         grids += [(((p, g),), 1) for p in P for g in G]
@@ -236,7 +232,7 @@ def _corrections(spec: Spec, trace: Trace) -> None:
     """Refuses a division by 1 - base**step of a base that may be 1: at every step that is a division by zero."""
     intervals = Intervals({part: h.interval for h in spec.hypers for part in h.parts} | {"step": (1.0, math.inf)})
     ranges = {part: h.range or "any number" for h in spec.hypers for part in h.parts}
-    for node in postorder([trace.p, *trace.states.values(), *trace.host_states.values()]):
+    for node in postorder(trace.new.values()):
         if node.op != "div" or node.args[1].space != spaces.host:
             continue
         for correction in corrections(node.args[1]):
@@ -266,7 +262,7 @@ def _lost(node: Node, values: Values, i: int) -> float | None:
 
 
 def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:
-    new = _new(trace)
+    new = trace.new
     for node in postorder(new.values()):
         # Host scalars are plain Python numbers: there an unused branch raises too.
         if node.space == spaces.host and not math.isfinite(values[node.uid][0]):

@@ -38,6 +38,11 @@ class Trace:
     places: dict[int, Loc]  # node uid -> the author's operation that made it
     sums: tuple[Node, ...]  # over the model, in order, also those of which nothing is made under this flag setting
 
+    @property
+    def new(self) -> dict[str, Node]:
+        """The new values by name: "p", the states, the host states."""
+        return {"p": self.p, **self.states, **self.host_states}
+
 
 @dataclass(frozen=True)
 class Evaluation:

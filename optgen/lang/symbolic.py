@@ -1,7 +1,4 @@
-"""What SymPy is asked about a spec, by name: its formulas, their LaTeX, and how a state recurs.
-
-Trees are built unevaluated, so that a formula reads as its author wrote it.
-"""
+"""The recurrences of states, found by differentiating a rule with SymPy."""
 
 from __future__ import annotations
 
@@ -11,18 +8,13 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import sympy
-from sympy.printing.latex import LatexPrinter
 
 from optgen.ir.node import Node, postorder
-from optgen.lang.plain import names, plain_formulas
 from optgen.lang.spec import Spec
 from optgen.ops import spaces
 from optgen.ops.prims import symbol
 
-__all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recurrence"]
-
 Kind = Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
-Formula = tuple[str, sympy.Expr]
 
 
 def _number(x: float | bool) -> sympy.Basic:
@@ -31,8 +23,8 @@ def _number(x: float | bool) -> sympy.Basic:
     return sympy.Integer(int(x)) if x == int(x) and abs(x) < 1e15 else sympy.Float(repr(x))
 
 
-def _expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
-    """The SymPy tree of a node; `known` gives the symbols of nodes (by uid) that have a name."""
+def expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
+    """Return the SymPy tree of a node; `known` gives the symbols of nodes (by uid) that have a name."""
     memo: dict[int, Any] = {}
     for node in postorder([root]):
         if node.uid in known and node is not root:
@@ -45,76 +37,6 @@ def _expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
             memo[node.uid] = symbol(node.op, sympy)(*(memo[a.uid] for a in node.args))
     return memo[root.uid]
 
-
-def formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[Formula]:
-    """The rule, one (name, expression) per line of the author's, unevaluated.
-
-    A value that comes in is `exp_avg_{t-1}`, one that is kept `exp_avg_t`, what lies between has primes.
-    """
-    trace = spec.trace(flags)
-    named = names(spec, flags)
-    known: dict[int, sympy.Expr] = {}
-    kept = {"p": trace.p, **trace.states, **trace.host_states}
-    for root in [let.node for let in trace.lets] + list(kept.values()):
-        for node in postorder([root]):
-            if node.op in ("load", "sym"):
-                known[node.uid] = sympy.Symbol(named.before.get(node.attr, node.attr))
-    out: list[Formula] = []
-    with sympy.evaluate(False):
-        for let, name in zip(trace.lets, named.lets, strict=True):
-            out.append((name, _expression(let.node, known)))
-            known.setdefault(let.node.uid, sympy.Symbol(name))
-        for name, node in kept.items():
-            if f"{name}_t" not in named.lets:
-                value = known[node.uid] if node.uid in known else _expression(node, known)
-                out.append((f"{name}_t", value))
-    return out
-
-
-_GREEK = {"beta": r"\beta", "alpha": r"\alpha", "rho": r"\rho", "eps": r"\epsilon", "mu": r"\mu", "eta": r"\eta"}
-_SHORT = {"p": r"\theta", "lr": r"\eta", "weight_decay": r"\lambda"}
-
-
-def _symbol_latex(name: str) -> str:
-    """`exp_avg_{t-1}` -> exp\\_avg with its index; beta1 -> \\beta_1; p, lr and weight_decay as papers have them."""
-    bare = name.rstrip("'")
-    primes = name[len(bare) :]
-    stem, index = bare, ""
-    for suffix in ("_{t-1}", "_t"):
-        if bare.endswith(suffix):
-            stem, index = bare.removesuffix(suffix), suffix.removeprefix("_").strip("{}")
-    letters = stem.rstrip("0123456789")
-    digits = stem[len(letters) :]
-    if stem in _SHORT:
-        body = _SHORT[stem]
-    elif letters in _GREEK:
-        body = _GREEK[letters]
-        index = ",".join(x for x in (digits, index) if x)
-    elif len(letters) == 1:
-        body = letters
-        index = ",".join(x for x in (digits, index) if x)
-    else:
-        body = r"\mathrm{" + stem.replace("_", r"\_") + "}"
-    return body + primes + (f"_{{{index}}}" if index else "")
-
-
-class _Printer(LatexPrinter):  # type: ignore[misc]
-    def _print_Symbol(self, expr: Any, style: str = "plain") -> str:  # noqa: N802  (SymPy's own naming)
-        return _symbol_latex(expr.name)
-
-    def _print_Function(self, expr: Any, exp: Any = None) -> str:  # noqa: N802
-        name = type(expr).__name__.replace("_", r"\_")
-        return rf"\operatorname{{{name}}}\left({', '.join(self._print(a) for a in expr.args)}\right)"
-
-
-def latex(spec: Spec, flags: Mapping[str, bool] | None = None) -> str:
-    """The rule as an aligned LaTeX block."""
-    printer = _Printer({"mul_symbol": None, "order": "none"})
-    lines = [rf"{_symbol_latex(name)} &= {printer.doprint(expr)}" for name, expr in formulas(spec, flags)]
-    return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
-
-
-# -- recurrences
 
 _STEP = sympy.Symbol("step", positive=True)
 _LATE = 10**9
@@ -176,9 +98,9 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
             conditions[known[node.uid]] = node
     others = (set(varying.values()) | set(conditions)) - {s}
     try:
-        late = _after_first_step(_expression(trace.states[state], known))
+        late = _after_first_step(expression(trace.states[state], known))
         above = {
-            mark: _expression(node.args[1], known) - _expression(node.args[0], known)
+            mark: expression(node.args[1], known) - expression(node.args[0], known)
             for mark, node in conditions.items()
             if node.op in ("lt", "le")
         }
