@@ -17,7 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "base": set(),
     "ops": {"base"},
     "ir": {"ops", "base"},
-    "lang": {"ir", "ops", "base"},
+    "lang": {"ir", "ops", "base", "runtime"},
     "formats": {"lang", "ir", "ops", "base"},
     "passes": {"lang", "ir", "ops", "base"},
     "backends": {"ir", "ops", "base"},

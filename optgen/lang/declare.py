@@ -23,6 +23,7 @@ from optgen.base.loc import Loc
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
+from optgen.runtime.records import Flag, Hyper
 
 Shape = tuple[int, ...]
 
@@ -38,18 +39,12 @@ nonneg = Trait("nonneg")
 
 
 @dataclass(frozen=True)
-class HyperDecl:
-    """A hyper-parameter: default, range, and the names of its scalars.
+class HyperDecl(Hyper):
+    """A hyper-parameter as its author declares it, with the names of its scalars.
 
     `parts` is ("lr",) for a number and the author's names for a tuple: ("beta1", "beta2") for betas.
     """
 
-    name: str
-    default: float | tuple[float, ...]
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
     parts: tuple[str, ...] = ()
     loc: Loc | None = None
 
@@ -57,12 +52,6 @@ class HyperDecl:
     def values(self) -> tuple[float, ...]:
         """The default, one number per part."""
         return self.default if isinstance(self.default, tuple) else (self.default,)
-
-    @property
-    def range(self) -> str:
-        """The range in words, e.g. "0 <= beta1 < 1" without the name: ">= 0 and < 1"."""
-        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -78,34 +67,12 @@ class HyperDecl:
             high = math.nextafter(self.lt, -math.inf)
         return low, high
 
-    def allows(self, value: float) -> bool:
-        """Whether one number is in the range; NaN never is."""
-        return (
-            not math.isnan(value)
-            and (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
-
 
 @dataclass(frozen=True)
-class FlagDecl:
-    """A static switch: a constructor argument, or derived from a hyper-parameter or from the shape."""
+class FlagDecl(Flag):
+    """A static switch as its author declares it."""
 
-    name: str
-    default: bool = False
-    nonzero: str | None = None
     loc: Loc | None = None
-    shape: Callable[[Shape], bool] | None = None
-    needs: str | None = None
-    excludes: str | None = None
-    every: str | None = None
-
-    @property
-    def derived(self) -> bool:
-        """Whether no constructor argument sets it."""
-        return self.nonzero is not None or self.shape is not None or self.every is not None
 
 
 @dataclass(frozen=True)
@@ -268,7 +235,7 @@ def shape_flag(holds: Callable[[Shape], bool]) -> Any:
         usual = bool(holds((1024, 1024)))
     except Exception as error:
         raise _refuse(f"shape_flag()'s function fails on the shape (1024, 1024): {error}", "") from error
-    return FlagDecl("", usual, None, None, holds)
+    return FlagDecl("", usual, shape=holds)
 
 
 def conditions(when: str | None) -> tuple[tuple[tuple[str, bool], ...], ...]:

@@ -79,7 +79,7 @@ class Hyper:
         number = as_float(value)
         if number is None:
             raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
-        if self._allows(number):
+        if self.allows(number):
             return number
         if self._is_almost_zero(number):
             return 0.0
@@ -121,7 +121,7 @@ class Hyper:
 
     def _inside(self, number: float) -> float:
         """`number`, or ValueError: a schedule or a user set what the constructor would have refused."""
-        if self._allows(number):
+        if self.allows(number):
             return number
         if self._is_almost_zero(number):
             return 0.0
@@ -129,9 +129,10 @@ class Hyper:
 
     def _is_almost_zero(self, number: float) -> bool:
         """Whether it is a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""
-        return self.ge == 0.0 and -ROUNDING <= number < 0.0 and self._allows(0.0)
+        return self.ge == 0.0 and -ROUNDING <= number < 0.0 and self.allows(0.0)
 
-    def _allows(self, number: float) -> bool:
+    def allows(self, number: float) -> bool:
+        """Return True if one number is in the range; NaN never is."""
         return (
             not math.isnan(number)
             and (self.ge is None or number >= self.ge)
