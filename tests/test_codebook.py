@@ -27,7 +27,8 @@ from optgen.runtime.cpu import native
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
 from optgen.verify.bounds import one_step_bound
-from optgen.verify.lint import Recurrence, lint
+from optgen.lang.spec import Recurrence
+from optgen.verify.lint import lint
 from specs import plans
 from tests import harness
 

@@ -19,7 +19,7 @@ from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import lower
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
@@ -46,7 +46,7 @@ class Kept:
     steady: str = ""
 
 
-def memory(spec: Spec, storage: Storage, decays: Mapping[str, lint.Recurrence] | None = None) -> list[Kept]:
+def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[Kept]:
     """A row for the weight and for each state; `decays` adds where averages settle."""
     master, param = storage.master, storage.param
     weight = _bound(lambda: bounds.master_bound(master, param))
@@ -81,7 +81,7 @@ def _of(what: str) -> str:
     return "|x|" if what == "value" else what
 
 
-def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
+def _steady(fmt: Format, recurrence: Recurrence | None) -> str:
     exact = fmt.exact or "" not in fmt.fields()
     if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
         return ""

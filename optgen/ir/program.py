@@ -121,10 +121,7 @@ class Program:
         return any(n.op == "extent" for n in postorder(self.roots()))
 
     def buffer(self, name: str) -> Buffer:
-        for b in self.buffers:
-            if b.name == name:
-                return b
-        raise KeyError(name)
+        return {b.name: b for b in self.buffers}[name]
 
     def roots(self) -> list[Node]:
         return [let.node for let in self.body] + [s.node for s in self.stores] + list(self.sums)

@@ -114,13 +114,9 @@ _NO_TENSORS = (
 
 
 def _spec(
-    function: Callable[..., Any],
-    cite: str,
-    like: str | None,
-    name: str | None,
-    evaluate: Callable[..., Any] | None,
-    matrix: Matrix | Literal["blocks"],
-) -> Spec:
+    function: Callable[..., Any], cite: str, like: str | None, name: str | None,
+    evaluate: Callable[..., Any] | None, matrix: Matrix | Literal["blocks"],
+) -> Spec:  # fmt: skip
     source = Source(function)
     if not is_snake(source.name):
         spelled = snake(source.name)

@@ -7,6 +7,7 @@ statistic one per column.  On torch tensors they keep their dimensions, so that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -41,7 +42,7 @@ def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
     raise UserError("E201", loc=author_loc(), function=function, want=" or ".join(below), got=got, **hint)
 
 
-def _reduce(op: str, x: Num, function: str) -> Any:
+def _reduced(op: str, x: Num, function: str) -> Any:
     _check(x, function, _BELOW[op.split("_")[0]])
     return getattr(reader_of(x), op)(x)
 
@@ -95,66 +96,45 @@ def _mean(op: str, x: Num, target: Space, function: str) -> Any:
     return getattr(reader_of(x), op.replace("_sum", "_mean"))(x)
 
 
-def row_sum(x: Num) -> Num:
-    """The sum of each row."""
-    return _reduce("row_sum", x, "row_sum")
+def _statistic(function: str, op: str, doc: str, mean_of: Space | None = None) -> Callable[[Num], Any]:
+    """Return the function of that name: a reduction, or the mean of a sum, which has a value for each of a space."""
+
+    def statistic(x: Num) -> Any:
+        return _reduced(op, x, function) if mean_of is None else _mean(op, x, mean_of, function)
+
+    statistic.__name__, statistic.__doc__ = function, doc
+    return statistic
 
 
-def col_sum(x: Num) -> Num:
-    """The sum of each column."""
-    return _reduce("col_sum", x, "col_sum")
-
-
-def row_max(x: Num) -> Num:
-    """The largest of each row."""
-    return _reduce("row_max", x, "row_max")
-
-
-def col_max(x: Num) -> Num:
-    """The largest of each column."""
-    return _reduce("col_max", x, "col_max")
-
-
-def axis_max(x: Num) -> Num:
-    """Of column statistics, for each index of a dimension that columns are made of the largest of the columns that have
-    it; on tensors and numbers, whose columns are made of one, x itself."""
-    return _reduce("axis_max", x, "axis_max")
+row_sum = _statistic("row_sum", "row_sum", "The sum of each row.")
+col_sum = _statistic("col_sum", "col_sum", "The sum of each column.")
+row_max = _statistic("row_max", "row_max", "The largest of each row.")
+col_max = _statistic("col_max", "col_max", "The largest of each column.")
+amax = _statistic("amax", "tensor_max", "The largest of the whole tensor.")
+total = _statistic("total", "tensor_sum", "The sum over the whole tensor.")
+row_mean = _statistic("row_mean", "row_sum", "The mean of each row.", spaces.row)
+col_mean = _statistic("col_mean", "col_sum", "The mean of each column.", spaces.col)
+mat_mean = _statistic(
+    "mat_mean", "mat_sum", "The mean over the last two dimensions, one per leading index; of row statistics, over the "
+    "rows.", spaces.mat,
+)  # fmt: skip
+mean = _statistic(
+    "mean", "tensor_sum", "The mean over the whole tensor; of row or column statistics, over all of them.",
+    spaces.tensor,
+)  # fmt: skip
+axis_max = _statistic(
+    "axis_max", "axis_max", "Of column statistics, for each index of a dimension that columns are made of the largest "
+    "of the columns that have it; on tensors and numbers, whose columns are made of one, the operand itself.",
+)  # fmt: skip
+model_total = _statistic(
+    "model_total", "model_sum", "The sum over all parameters that have a gradient, of every group of the optimizer."
+)
 
 
 def axis_min(x: Num) -> Num:
     """For each column the smallest of what its indices have: goes back from `axis_max` to columns."""
     _check(x, "axis_min", ("axis",))
     return reader_of(x).axis_min(x)
-
-
-def amax(x: Num) -> Num:
-    """The largest of the whole tensor."""
-    return _reduce("tensor_max", x, "amax")
-
-
-def total(x: Num) -> Num:
-    """The sum over the whole tensor."""
-    return _reduce("tensor_sum", x, "total")
-
-
-def row_mean(x: Num) -> Num:
-    """The mean of each row."""
-    return _mean("row_sum", x, spaces.row, "row_mean")
-
-
-def col_mean(x: Num) -> Num:
-    """The mean of each column."""
-    return _mean("col_sum", x, spaces.col, "col_mean")
-
-
-def mat_mean(x: Num) -> Num:
-    """The mean over the last two dimensions, one per leading index; of row statistics, over the rows."""
-    return _mean("mat_sum", x, spaces.mat, "mat_mean")
-
-
-def mean(x: Num) -> Num:
-    """The mean over the whole tensor; of row or column statistics, over all of them."""
-    return _mean("tensor_sum", x, spaces.tensor, "mean")
 
 
 def rms(x: Num) -> Num:
@@ -164,24 +144,19 @@ def rms(x: Num) -> Num:
 
 def norm(x: Num) -> Num:
     """The Euclidean norm of the whole tensor."""
-    return sqrt(_reduce("tensor_sum", x * x, "norm"))
+    return sqrt(_reduced("tensor_sum", x * x, "norm"))
 
 
 def dot(a: Num, b: Num) -> Num:
     """The inner product over the whole tensor."""
-    return _reduce("tensor_sum", a * b, "dot")
-
-
-def model_total(x: Num) -> Num:
-    """The sum over all parameters that have a gradient, of every group of the optimizer."""
-    return _reduce("model_sum", x, "model_total")
+    return _reduced("tensor_sum", a * b, "dot")
 
 
 def model_norm(x: Num) -> Num:
     """The Euclidean norm over all parameters that have a gradient."""
-    return sqrt(_reduce("model_sum", x * x, "model_norm"))
+    return sqrt(_reduced("model_sum", x * x, "model_norm"))
 
 
 def model_dot(a: Num, b: Num) -> Num:
     """The inner product over all parameters that have a gradient."""
-    return _reduce("model_sum", a * b, "model_dot")
+    return _reduced("model_sum", a * b, "model_dot")

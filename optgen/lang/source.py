@@ -24,15 +24,12 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc, of_characters, of_code, relative
 
 Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
+_PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
 def span_of(node: ast.AST) -> Span:
-    return (
-        getattr(node, "lineno", 0),
-        getattr(node, "col_offset", 0),
-        getattr(node, "end_lineno", 0) or 0,
-        getattr(node, "end_col_offset", 0) or 0,
-    )
+    line, column, end_line, end_column = (getattr(node, k, 0) or 0 for k in _PLACE)
+    return line, column, end_line, end_column
 
 
 def within(inner: Span, outer: Span) -> bool:

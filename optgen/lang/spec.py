@@ -57,6 +57,41 @@ class Evaluation:
     function: Callable[..., Any] = field(repr=False)
 
 
+LATE = 10**9
+"""A step so late that what the first ones do differently is forgotten."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a state depends on its own last value s.
+
+    ema             decay * s + (something else), decay < 1 and free of s
+    sum             s + (something else); also with a decay that is 1 by default
+    max             max(decay * s, something else)
+    min             min(decay * s, something else), decay 1 by default
+    multiplicative  s times a factor that depends on the gradient
+    constant        s itself
+    previous        free of s
+    other           none of these
+
+    Of a state that goes on in one of several ways, as where(g == 0, s, decay * s + g) does, it is the way in which it
+    moves least, but for standing still.
+
+    decay  a SymPy expression of hyper-parameters, or a number; None where it has none
+    """
+
+    kind: Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
+    decay: Any = None
+
+    def decay_at(self, spec: Spec, **parts: float) -> float:
+        """The decay as a number, late in training: at these hyper-parameter parts, the rest by default."""
+        if self.decay is None:
+            raise ValueError(f"a recurrence of kind {self.kind} has no decay")
+        values = {part: v for h in spec.hypers for part, v in zip(h.parts, h.values, strict=True)} | parts
+        values["step"] = LATE
+        return float(self.decay.subs({s: values[s.name] for s in self.decay.free_symbols if s.name in values}))
+
+
 class Readings(NamedTuple):
     """The functions that read a rule into IR and check all settings of its flags (tracing.py, check.py)."""
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 
 from optgen.ir.node import Node, postorder
-from optgen.lang.spec import Spec
+from optgen.lang.spec import LATE, Recurrence, Spec
 from optgen.ops import spaces
 from optgen.ops.prims import symbol
-
-Kind = Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
 
 
 def _number(x: float | bool) -> sympy.Basic:
@@ -39,37 +36,7 @@ def expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
 
 
 _STEP = sympy.Symbol("step", positive=True)
-_LATE = 10**9
 _CHOICES = 4  # conditions of a state's new value that are looked at one by one
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """How a state depends on its own last value s.
-
-    ema             decay * s + (something else), decay < 1 and free of s
-    sum             s + (something else); also with a decay that is 1 by default
-    max             max(decay * s, something else)
-    min             min(decay * s, something else), decay 1 by default
-    multiplicative  s times a factor that depends on the gradient
-    constant        s itself
-    previous        free of s
-    other           none of these
-
-    Of a state that goes on in one of several ways, as where(g == 0, s, decay * s + g) does, it is the way in which it
-    moves least, but for standing still.
-    """
-
-    kind: Kind
-    decay: sympy.Expr | None = None
-
-    def decay_at(self, spec: Spec, **parts: float) -> float:
-        """The decay as a number, late in training: at these hyper-parameter parts, the rest by default."""
-        if self.decay is None:
-            raise ValueError(f"a recurrence of kind {self.kind} has no decay")
-        values = {part: v for h in spec.hypers for part, v in zip(h.parts, h.values, strict=True)} | parts
-        at = {s: values[s.name] for s in self.decay.free_symbols if s.name in values}
-        return float(self.decay.subs(at).subs(_STEP, _LATE))
 
 
 def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recurrence:
@@ -118,7 +85,7 @@ def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
     def decide(piece: sympy.Piecewise) -> sympy.Expr:
         for value, condition in piece.args:
             if condition.free_symbols <= {_STEP}:
-                if bool(condition.subs(_STEP, _LATE)):
+                if bool(condition.subs(_STEP, LATE)):
                     return value
             else:
                 return piece

@@ -15,10 +15,9 @@ from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Let, Program, Store
 from optgen.lang.values import Num, Value
 from optgen.lower.naming import Recorder
-from optgen.lower.program import block_of
+from optgen.lower.program import block_of, buffer_of, read
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.spaces import Space
 
 CODE, X, ROOT = "code", "x", "root"
 """Buffers of codec programs: the field without a suffix, the fp32 value, the root that is read back of it."""
@@ -61,11 +60,12 @@ class CodecPrograms:
 
 
 def _buffer(suffix: str, field: Field) -> Buffer:
-    if field.space != "elem":
-        space = Space(field.space)
-    else:
-        space = spaces.elem if field.per == 1 else spaces.block(field.per)
-    return Buffer(suffix or CODE, field.dtype, space, "state", suffix or CODE)
+    return buffer_of(suffix or CODE, field, "state", suffix or CODE)
+
+
+def _parts(fields: Mapping[str, Field], record: Recorder | None) -> dict[str, Num]:
+    """Return what the fields hold: suffix -> value."""
+    return {k: read(_buffer(k, f), record) for k, f in fields.items()}
 
 
 def _value(name: str) -> Buffer:
@@ -86,18 +86,14 @@ def lower_codec(fmt: Format) -> CodecPrograms:
     fmt = fmt.absolute() if fmt.relative else fmt
     fields = fmt.fields()
 
-    def parts(record: Recorder | None) -> dict[str, Num]:
-        buffers = {k: _buffer(k, f) for k, f in fields.items()}
-        return {k: Value(ir.load(b.name, b.dtype, b.space), record) for k, b in buffers.items()}
-
     record = Recorder("", "decode")
-    value = fmt.decode(parts(record))
+    value = fmt.decode(_parts(fields, record))
     decode = _program("decode", fields, record.lets(), {X: value})
     rooted = fmt.positive or not fmt.signed
     root = None
     if rooted:
         record = Recorder("", "decode")
-        found = fmt.decode_root(parts(record))
+        found = fmt.decode_root(_parts(fields, record))
         root = _program("root", fields, record.lets(), {ROOT: found})
 
     def encode(noise: Noise | None) -> Program:
@@ -119,9 +115,8 @@ def lower_codec(fmt: Format) -> CodecPrograms:
 def lower_weight(master: Master, param: DType) -> CodecPrograms:
     """Lower how a weight is kept for one dtype of parameters."""
     fields = master.fields(param)
-    buffers = {k: _buffer(k, f) for k, f in fields.items()}
     record = Recorder("", "decode")
-    value = master.decode({k: Value(ir.load(b.name, b.dtype, b.space), record) for k, b in buffers.items()}, param)
+    value = master.decode(_parts(fields, record), param)
     decode = _program("decode", fields, record.lets(), {X: value})
 
     def encode(noise: Noise | None) -> Program:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from optgen.formats import floats
-from optgen.formats.format import Format
+from optgen.formats.format import Field, Format
 from optgen.formats.masters import Native
 from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, Kept, Let, Program, Store
+from optgen.ir.program import Buffer, Kept, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
@@ -25,31 +25,26 @@ from optgen.ops.spaces import Space
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
 
 
+def buffer_of(name: str, field: Field, role: Role, owner: str, space: Space = spaces.elem) -> Buffer:
+    """Return the buffer of a field of a value that has one entry for each of a space."""
+    if field.space != "elem":
+        space = Space(field.space)
+    elif field.per > 1:
+        space = spaces.block(field.per)
+    return Buffer(name, field.dtype, space, role, owner)
+
+
 def weight_buffers(storage: Storage) -> dict[str, Buffer]:
     """Suffix -> buffer of the weight: the parameter itself under "", extras as weight_<suffix>."""
-    out = {}
-    for suffix, field in storage.master.fields(storage.param).items():
-        space = spaces.elem if field.per == 1 else spaces.block(field.per)
-        if suffix:
-            out[suffix] = Buffer(f"weight_{suffix}", field.dtype, space, "weight", "p")
-        else:
-            out[suffix] = Buffer("p", field.dtype, space, "param", "p")
-    return out
+    extras = storage.master.fields(storage.param).items()
+    return {k: buffer_of(f"weight_{k}", f, "weight", "p") if k else buffer_of("p", f, "param", "p") for k, f in extras}
 
 
 def state_buffers(spec: Spec, storage: Storage, state: str) -> dict[str, Buffer]:
     """Suffix -> buffer of one state, in the state's own space."""
     own = next(d.space for d in spec.states if d.name == state)
-    out = {}
     fields = storage.states[state].fields()
-    for suffix, key in field_names(state, fields).items():
-        field = fields[suffix]
-        if field.space != "elem":
-            space = Space(field.space)
-        else:
-            space = own if field.per == 1 else spaces.block(field.per)
-        out[suffix] = Buffer(key, field.dtype, space, "state", state)
-    return out
+    return {k: buffer_of(key, fields[k], "state", state, own) for k, key in field_names(state, fields).items()}
 
 
 def read(buffer: Buffer, record: Recorder | None = None) -> Value:

@@ -358,38 +358,15 @@ class Cutter:
     def _reads_new(self, sweep: _Sweep, owner: str) -> bool:
         return owner in self.kept and any(n.uid == self.kept[owner].new.uid for n in sweep.nodes)
 
-    # -- small work
-
-    def small(self, sweeps: list[_Sweep]) -> SmallWork:
-        return SmallWork(self, sweeps)
-
     # -- programs
 
     def piece(self, sweep: _Sweep, at: Mapping[str, int], small: SmallWork, number: int, count: int) -> Piece:
         """The sweep's own program."""
-        early = {self.kept[o].new.uid: self.kept[o].old for o in at if at[o] < sweep.level and o in self.kept}
-        memo: dict[int, Node] = {}
-
-        def mapped(root: Node) -> Node:
-            stack = [root]
-            while stack:
-                node = stack[-1]
-                if node.uid in memo:
-                    stack.pop()
-                elif node.uid in early:
-                    memo[node.uid] = early[node.uid]
-                elif is_small(node) and node.args:
-                    memo[node.uid] = small.read(node)
-                elif node.op == "call":
-                    memo[node.uid] = self.read_call(node)
-                else:
-                    waiting = [a for a in node.args if a.uid not in memo]
-                    if waiting:
-                        stack.extend(waiting)
-                    else:
-                        memo[node.uid] = ir.rebuild(node, [memo[a.uid] for a in node.args]) if node.args else node
-            return memo[root.uid]
-
+        early = {self.kept[o].new: self.kept[o].old for o in at if at[o] < sweep.level and o in self.kept}
+        mapped = Rewriter(lambda node: node)
+        memo = mapped.memo
+        memo |= {value: small.read(value) for value in sweep.values}
+        memo |= {call: self.read_call(call) for call in self.calls if call.uid in sweep.calls} | early
         stores, reduced = [], []
         for r in self.reductions:
             if self.level(r) == sweep.level + 1:
@@ -407,10 +384,10 @@ class Cutter:
         for let in self.program.body:
             if let.node.space == spaces.host:
                 lets.append(let)
-            elif let.node.uid in memo and let.node.uid not in early and memo[let.node.uid].uid in seen:
-                if memo[let.node.uid].op != "load":
-                    lets.append(replace(let, node=memo[let.node.uid]))
-            elif let.stage == "decode" and let.node.uid in seen and let.node.uid not in memo:
+            elif let.node in memo and let.node not in early and memo[let.node].uid in seen:
+                if memo[let.node].op != "load":
+                    lets.append(replace(let, node=memo[let.node]))
+            elif let.stage == "decode" and let.node.uid in seen and let.node not in memo:
                 lets.append(let)  # an early state, read back
         why = self._why(sweep, reduced, number, count)
         return Piece(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
@@ -666,7 +643,7 @@ def cut(program: Program) -> Cut:
         return Cut((Piece(replace(program, kept=()), 0, "the update"),))
     cutter = Cutter(by_rows(program))
     sweeps, at = cutter.choose()
-    small = cutter.small(sweeps)
+    small = SmallWork(cutter, sweeps)
     pieces = [cutter.piece(s, at, small, k + 1, len(sweeps)) for k, s in enumerate(sweeps)]
     pieces += small.pieces()
     pieces += cutter.call_pieces()

@@ -28,7 +28,7 @@ L17 a signed sum, stochastically, adds up the noise of its stores, and so do wei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -38,7 +38,7 @@ from optgen.formats.format import Format, Severity, Verdict, wide_reductions
 from optgen.formats.plan import Plan, Storage
 from optgen.formats.proofs import prove
 from optgen.lang import probe
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import needs_matrix, untouched
 from optgen.ops import dtypes
 from optgen.verify import bounds
@@ -48,14 +48,6 @@ AVERAGES = ("ema", "other")
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
 LATE = 1e6  # the step at which decays are taken: what the first steps do differently is forgotten
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """How a state depends on its old self; `decay` at the default hyper-parameters, None where it has none."""
-
-    kind: str
-    decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,74 +137,61 @@ def lint(recurrences: Mapping[str, Recurrence], storage: Storage, still: Collect
     return sorted(out, key=lambda f: order[f.severity])
 
 
-def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict]:
+def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[Verdict]:
     if fmt.exact:
-        return []
-    out = _of_format(fmt, nonneg)
-    kind, decay = recurrence.kind, recurrence.decay
+        return
+    yield from _of_format(fmt, nonneg)
+    kind, decay, nearest = recurrence.kind, recurrence.decay, fmt.noise_bits == 0
     if "" not in fmt.fields():  # sums of elements, in fp32: nothing that adds up is rounded away
         if kind in ("max", "min"):
             what, back = ("maximum", "smaller") if kind == "max" else ("minimum", "larger")
             reason = f"a {what} of each element is not a {what} of means: what is kept of it can become {back} again"
-            out.append(("L14", "warning", reason))
-        return out
-    nearest = fmt.noise_bits == 0
+            yield "L14", "warning", reason
+        return
     if kind == "ema" and nearest and decay is not None:
-        out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
+        yield from _l2(fmt, decay) if nonneg else _l1(fmt, decay)
     if kind in AVERAGES and nearest and (decay is None or abs(decay) >= 1):
         known = "its decay is not a number at build time" if decay is None else f"it recurs with {decay:g} of itself"
-        reason = (
-            f"{known}: where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
-        )
-        out.append(("L2", "warning", reason))
+        reason = "where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
+        yield "L2", "warning", f"{known}: {reason}"
     if kind == "sum" and nearest:
-        reason = (
-            "it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell"
-        )
-        out.append(("L8", "error", reason))
+        reason = "it only grows, by ever smaller parts of itself"
+        yield "L8", "error", f"{reason}, and nearest rounding drops whatever is below half a cell"
     if kind == "sum" and not nearest and not nonneg:
-        out += _l17(fmt)
+        yield from _l17(fmt)
     if kind == "max" and nearest and decay is not None and decay < 1:
-        out += _l2(fmt, decay)
+        yield from _l2(fmt, decay)
     if kind in ("max", "min") and (decay is None or decay == 1):
-        out += _l9(fmt, kind)
+        yield from _l9(fmt, kind)
     if kind == "constant" and not nearest and not fmt.is_float:
-        out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
+        yield "L9", "error", "it never changes, yet is rounded anew at every step and wanders off"
     if kind == "multiplicative" and not fmt.is_float and not fmt.positive:
-        out.append(
-            ("L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay")
-        )
-    return out
+        yield "L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay"
 
 
-def _of_format(fmt: Format, nonneg: bool) -> list[Verdict]:
-    out: list[Verdict] = []
+def _of_format(fmt: Format, nonneg: bool) -> Iterator[Verdict]:
     if not nonneg and not fmt.keeps_zero():
-        out.append(("L3", "error", "the format has no exact 0: a state without gradients would drift"))
-    out += fmt.findings(nonneg)
-    wide = wide_reductions(fmt)
-    if wide:
-        out.append(("L7", "warning", f"it needs {', '.join(wide)} before anything can be encoded: a second pass"))
-    return out
+        yield "L3", "error", "the format has no exact 0: a state without gradients would drift"
+    yield from fmt.findings(nonneg)
+    if wide := wide_reductions(fmt):
+        yield "L7", "warning", f"it needs {', '.join(wide)} before anything can be encoded: a second pass"
 
 
-def _l1(fmt: Format, decay: float) -> list[Verdict]:
+def _l1(fmt: Format, decay: float) -> Iterator[Verdict]:
     stuck, largest, of = stuck_set(fmt, decay)
-    if not stuck:
-        return []
-    reason = f"to nearest, {stuck} codes up to {largest:.2g} of the {of} keep themselves under a decay of {decay:g}"
-    return [("L1", "error", f"{reason}: a state without gradients never returns to 0")]
+    if stuck:
+        reason = f"to nearest, {stuck} codes up to {largest:.2g} of the {of} keep themselves under a decay of {decay:g}"
+        yield "L1", "error", f"{reason}: a state without gradients never returns to 0"
 
 
-def _l2(fmt: Format, decay: float) -> list[Verdict]:
-    cell, allowed = fmt.cell(), (1 - decay) / 2
-    if cell <= allowed:
-        return []
-    reason = (
-        f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
-        f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
-    )
-    return [("L2", "error", f"{reason}{_reach(fmt, decay)}; round it stochastically, or keep it in fp32")]
+def _l2(fmt: Format, decay: float) -> Iterator[Verdict]:
+    cell = fmt.cell()
+    if cell > (1 - decay) / 2:
+        reason = (
+            f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
+            f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
+        )
+        yield "L2", "error", f"{reason}{_reach(fmt, decay)}; round it stochastically, or keep it in fp32"
 
 
 def _reach(fmt: Format, decay: float) -> str:
@@ -224,34 +203,33 @@ def _reach(fmt: Format, decay: float) -> str:
     return f" ({factor})" if factor.of == "factor" else ""
 
 
-def _l17(fmt: Format) -> list[Verdict]:
+def _l17(fmt: Format) -> Iterator[Verdict]:
     try:
         bound = bounds.one_step_bound(fmt)
     except bounds.UnknownBound:
-        return []
+        return
     spread = bounds.spread_of_sum(bound.value, STEPS)
-    if spread < LOST:
-        return []
-    reason = (
-        f"a signed sum keeps the noise of every store, and so does the weight that is made of it: after {STEPS} steps "
-        f"an error of up to {spread:.2g} of the {bound.of}. Keep it in 8 bits or in fp32: overrides={{...}} of the plan"
-    )
-    return [("L17", "warning", reason)]
+    if spread >= LOST:
+        reason = (
+            "a signed sum keeps the noise of every store, and so does the weight that is made of it: after "
+            f"{STEPS} steps an error of up to {spread:.2g} of the {bound.of}. Keep it in 8 bits or in fp32: "
+            "overrides={...} of the plan"
+        )
+        yield "L17", "warning", reason
 
 
-def _l9(fmt: Format, kind: str) -> list[Verdict]:
+def _l9(fmt: Format, kind: str) -> Iterator[Verdict]:
     what, moves, halves = ("maximum", "climbs", "upward") if kind == "max" else ("minimum", "sinks", "downward")
     if fmt.noise_bits:
         reason = f"a running {what} {moves} on the {halves} halves of stochastic rounding and never comes back"
-        return [("L9", "error", reason)]
-    if fmt.still:
-        return []
-    reason = (
-        "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with "
-        f"the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those "
-        "of a format of one's own that says so by `still`"
-    )
-    return [("L9", "error", reason)]
+        yield "L9", "error", reason
+    elif not fmt.still:
+        reason = (
+            "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves "
+            f"with the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do, "
+            "and those of a format of one's own that says so by `still`"
+        )
+        yield "L9", "error", reason
 
 
 def _of_weight(storage: Storage) -> list[Finding]:
