@@ -21,13 +21,13 @@ from optgen.formats.fp8 import numbers
 from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.lang import hyper, maximum, nonneg, optimizer, state, values
+from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
 from optgen.verify.bounds import one_step_bound
-from optgen.lang.spec import Recurrence
 from optgen.verify.lint import lint
 from specs import plans
 from tests import harness
