@@ -10,7 +10,7 @@ _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*\Z")
 
 
 def is_snake(name: str) -> bool:
-    """Whether a name can be an identifier in generated Python: lower case, no keyword.
+    """Return True if a name can be an identifier in generated Python: lower case, no keyword.
 
     >>> is_snake("exp_avg_sq"), is_snake("x0"), is_snake("Exp"), is_snake("lambda"), is_snake("_x")
     (True, True, False, False, False)

@@ -1,4 +1,4 @@
-"""Where the ready-made specs and optimizers lie: inside the package in a wheel, beside it in a checkout."""
+"""The folders of the ready-made specs and optimizers: inside the package in a wheel, beside it in a checkout."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def generated_dir() -> Path:
 
 
 def is_checkout() -> bool:
-    """Whether this package runs from a checkout of the repository rather than from a wheel."""
+    """Return True if this package runs from a checkout of the repository rather than from a wheel."""
     return not (_PACKAGE / "_specs").is_dir()

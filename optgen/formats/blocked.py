@@ -67,7 +67,7 @@ class Blocked(Curved):
 
     @property
     def bias(self) -> int:
-        """What is added to a code where it is stored."""
+        """The number that is added to a code where it is stored."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property

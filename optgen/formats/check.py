@@ -1,4 +1,4 @@
-"""What constructors of formats refuse: wrong types, words, ranges.  Each at the place of the call."""
+"""Checks of what constructors of formats are given: types, words, ranges.  Errors have the place of the call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refusal(loc: Any, what: str, want: str) -> UserError:
 
 
 def is_whole(x: object) -> TypeGuard[int]:
-    """Whether this is an integer; True and False are not."""
+    """Return True for an integer other than True and False."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> TypeGuard[int | float]:
-    """Whether this is a finite int or float; True and False are not."""
+    """Return True for a finite int or float other than True and False."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
 
 
@@ -72,7 +72,7 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
 
 
 def as_pythons(value: object) -> str:
-    """What to add where a number is none of Python's own: NumPy's, SymPy's, a fraction."""
+    """Return the advice for a number that is none of Python's own: NumPy's, SymPy's, a fraction."""
     if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
         return ""
     return ", as a number of Python's: " + ("int(x)" if isinstance(value, numbers.Integral) else "float(x)")

@@ -91,7 +91,7 @@ class Codebook(Coded):
 
     @property
     def shrinks(self) -> float:
-        """What a block's largest magnitude is multiplied by at each store where its sign is the worse one."""
+        """The factor of a block's largest magnitude at each store where its sign is the worse one."""
         return min(self.table[-1], -self.table[0]) if self.signed else self.table[-1]
 
     @property

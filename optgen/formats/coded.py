@@ -1,4 +1,4 @@
-"""What formats share whose codes count in units of a scale."""
+"""The part that formats of codes share: packing, rounding, and bounds in units of a scale."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Coded(Packed):
 
     @property
     def described(self) -> tuple[str, str]:
-        """What of a value is counted, and how it is rounded, in words."""
+        """The counted quantity and the rounding, in words."""
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         return what, "stochastic" if self.noise_bits else "nearest"
 
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
-        """What was divided by the scale, as it is kept."""
+        """Return the kept number that was divided by the scale, multiplied by it again."""
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self.times_scale(parts)

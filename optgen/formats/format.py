@@ -61,7 +61,7 @@ class Field:
 
     @property
     def bytes_per_param(self) -> float:
-        """What an element takes; one entry of many elements is counted as nothing where it is a row's or more."""
+        """The bytes that an element takes; an entry of a row's elements or more counts as nothing."""
         return self.dtype.bytes / self.per if self.space == "elem" else 0.0
 
 
@@ -116,7 +116,7 @@ class View(Protocol):
 
 
 class Format(ABC):
-    """How the values of one state are kept between steps.
+    """A way to keep the values of one state between steps.
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
 
@@ -143,12 +143,12 @@ class Format(ABC):
 
     @property
     def positive(self) -> bool:
-        """Whether no encoded value decodes to 0, so that it may be divided by."""
+        """True if no encoded value decodes to 0, so that it may be divided by."""
         return False
 
     @property
     def still(self) -> bool:
-        """Whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
+        """True if a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
 
         Codes under a scale do not: one that keeps itself is read under the scale of the next step, and follows it.
         """
@@ -164,16 +164,16 @@ class Format(ABC):
 
     @property
     def as_kept(self) -> bool:
-        """Whether the rule goes on with the new value as it was kept, not as it was computed."""
+        """True if the rule goes on with the new value as it was kept, not as it was computed."""
         return False
 
     def of_vectors(self) -> Format:
-        """What keeps the state where a tensor has no rows and columns; itself where it needs none."""
+        """Return the format that keeps the state of a tensor without rows and columns; itself where it needs none."""
         return self
 
     @property
     def block(self) -> int:
-        """How many neighbours share a field; 1 where nothing is shared."""
+        """The number of neighbours that share a field; 1 where nothing is shared."""
         return max((f.per for f in self.fields().values()), default=1)
 
     @property
@@ -183,7 +183,7 @@ class Format(ABC):
 
     @property
     def signed(self) -> bool:
-        """Whether negative values can be held."""
+        """True if negative values can be held."""
         return True
 
     @property
@@ -193,12 +193,12 @@ class Format(ABC):
 
     @property
     def plus_zero(self) -> bool:
-        """Whether a zero to be encoded must be +0: formats that order values by their bit patterns."""
+        """True if a zero to be encoded must be +0: formats that order values by their bit patterns."""
         return False
 
     @property
     def relative(self) -> bool:
-        """Whether values are stored relative to the root of the rule's second moment."""
+        """True if values are stored relative to the root of the rule's second moment."""
         return False
 
     def absolute(self) -> Format:
@@ -332,7 +332,7 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
 
 
 class Master(ABC):
-    """How a weight is kept: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
+    """A way to keep a weight: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
 
     fp32 parameters are their own master: every Master is `Native` for them.
     """

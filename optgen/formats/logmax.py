@@ -77,7 +77,7 @@ class LogMax(PseudoLog):
 
     @property
     def lean(self) -> float:
-        """How much less often than by its distance a root is rounded up, so that its square keeps its mean.
+        """The share by which a root is rounded up less often than by its distance, so that its square keeps its mean.
 
         Between a and b the square does where the upper one has probability f (2 a + f (b - a)) / (a + b), which is
         f - f (1 - f) (b - a) / (a + b).
@@ -107,7 +107,7 @@ class LogMax(PseudoLog):
         return parts, from_bits(start + (code & self.codes) * self.step)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num]:
-        """What is stored, and from it: the pattern that code 0 stands for, the code (its last bits), all i32.
+        """Return the stored parts, the pattern that code 0 stands for and the code (its last bits), all i32.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """

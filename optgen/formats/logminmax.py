@@ -124,7 +124,7 @@ class LogMinMax(PseudoLog):
         return parts, value if self.of == "sqrt" else sqrt(value)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
-        """What is stored, and from it: cells per unit, the pattern of the first unit, the code, all i32.
+        """Return the stored parts, the cells per unit, the pattern of the first unit and the code, all i32.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """

@@ -98,7 +98,7 @@ class Narrow(Master):
 
     @abstractmethod
     def _extra(self, param: DType) -> dict[str, Field]:
-        """What is stored beside a 16-bit parameter: suffix -> Field."""
+        """Return what is stored beside a 16-bit parameter: suffix -> Field."""
 
     @abstractmethod
     def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
@@ -131,7 +131,7 @@ class Copy(Narrow):
 
 @dataclass(frozen=True)
 class Kahan(Narrow):
-    """What rounding took away, in the parameter's dtype again: Kahan's compensation.
+    """The error of rounding, in the parameter's dtype again: Kahan's compensation.
 
     Loses updates under about 2^-9 of what is compensated: far fewer than the parameter alone, but not none.
     A weight that became Inf stays so; its compensation is 0.

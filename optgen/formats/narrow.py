@@ -30,7 +30,7 @@ def fields(bits: int, zero: int = 0) -> dict[str, Field]:
 
 
 def cut(code: Num, bits: int) -> dict[str, Num]:
-    """What the fields hold of a code (i32, 0 <= code < 2^bits)."""
+    """Return the contents of the fields for a code (i32, 0 <= code < 2^bits)."""
     if bits == 8:
         return {"": cast(code, u8)}
     out, shift = {}, 0

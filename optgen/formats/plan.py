@@ -28,7 +28,7 @@ SMALL = 4096
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
-    """Whether rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
+    """Return True if rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
 
     A running maximum without decay would climb on the upward halves of stochastic rounding, a running minimum sink on
     the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  What does not
@@ -120,7 +120,7 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
 
 
 def _nameable(name: str) -> bool:
-    """Whether a folder and a Python module can have this name; "" is a plan's that has none."""
+    """Return True if a folder and a Python module can have this name; "" is a plan's that has none."""
     plain = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
     return not name or plain and not name.startswith("__")
 
@@ -153,7 +153,7 @@ def _of_known_parts(cls: type[Made]) -> type[Made]:
 @_of_known_parts
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """How every kind of value is kept between steps.
+    """A choice of how every kind of value is kept between steps.
 
         int8 = Plan("8-bit moments.", signed=Blocked(), nonneg=LogMinMax())
 

@@ -1,4 +1,5 @@
-"""What formats share that count cells of a pseudo-logarithm: the bit pattern of a positive f32, read as an integer."""
+"""The part that formats share which count cells of a pseudo-logarithm: the bit pattern of a positive f32, read as an
+integer."""
 
 from __future__ import annotations
 

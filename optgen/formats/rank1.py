@@ -78,7 +78,7 @@ class Rank1(Curved):
 
     @property
     def bias(self) -> int:
-        """What is added to a code where it is stored."""
+        """The number that is added to a code where it is stored."""
         if self.signed:
             return 1 << (self.bits - 1)
         return -1 if self._free else 0

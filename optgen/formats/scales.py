@@ -41,7 +41,7 @@ def least_scale(scale: Scale, least: float, root: bool) -> float:
 
 
 class Scale(ABC):
-    """How the scale of a block is stored.
+    """A way to store the scale of a block.
 
     name      as in plans
     dtype     of the stored field

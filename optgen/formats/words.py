@@ -105,5 +105,5 @@ def narrow(x: Num, dtype: DType, noise: Noise | None = None) -> Num:
 
 
 def noise_bits(dtype: DType) -> int:
-    """What stochastic rounding to this dtype draws: as many bits as it drops from an f32."""
+    """Return the bits that stochastic rounding to this dtype draws: as many as it drops from an f32."""
     return {"f32": 0, "bf16": 16, "f16": 13}[dtype.name]

@@ -132,7 +132,7 @@ def key(name: str) -> Node:
 
 
 def extent(name: str) -> Node:
-    """How many `rows` or `columns` the matrix of the last two dimensions has, or `elements` the tensor."""
+    """The number of `rows` or `columns` of the matrix of the last two dimensions, or of `elements` of the tensor."""
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
 
 

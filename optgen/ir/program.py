@@ -1,4 +1,4 @@
-"""What one step does (Program), and when (Schedule).
+"""The operations of one step (Program) and their order (Schedule).
 
 A Program is a list of lets in the author's order and the stores at the end.  Because nodes are shared,
 a let is no more than a name for a node: a printer that meets a node bound by an earlier let writes its
@@ -117,7 +117,7 @@ class Program:
 
     @property
     def is_sized(self) -> bool:
-        """Whether it reads how many rows, columns or elements a tensor has."""
+        """True if it reads the number of rows, columns or elements of a tensor."""
         return any(n.op == "extent" for n in postorder(self.roots()))
 
     def buffer(self, name: str) -> Buffer:
@@ -144,7 +144,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one kernel does: a program and the order of its lines."""
+    """The work of one kernel: a program and the order of its lines."""
 
     program: Program
     sweep: Sweep
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def partials(self) -> tuple[Buffer, ...]:
-        """What the sweep leaves the sums (maxima) of."""
+        """The buffers of partial sums (maxima) that the sweep leaves."""
         found = (self.program.buffer(s.buffer) for s in self.sweep.stores)
         return tuple(b for b in found if b.role == "partial")
 
@@ -214,7 +214,7 @@ class Step:
 
     @property
     def in_stages(self) -> bool:
-        """Whether its kernels are those of stages; else it is one, which knows elements and blocks only."""
+        """True if its kernels are those of stages; else it is one kernel, which knows elements and blocks only."""
         few = any(b.space.name in spaces.SMALL for b in self.program.buffers)
         return len(self.stages) > 1 or few or any(s.schedule.program.is_sized for s in self.stages)
 

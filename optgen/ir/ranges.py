@@ -74,13 +74,15 @@ def _flushed(a: Interval) -> Interval:
 
 
 def rounded(a: Interval, ulps: int = 0) -> Interval:
-    """What f32 makes of the values in a, a few units in the last place besides; it crosses no zero."""
+    """Return the interval of the values in a after rounding to f32, a few units in the last place besides; it crosses
+    no zero."""
     low, high = (x - side * abs(x) * ulps * 2.0**-23 if ulps else x for side, x in zip((1, -1), a, strict=True))
     return _flushed((_outward(low, False), _outward(high, True)))
 
 
 def _divisor(a: Interval) -> Interval:
-    """What fast maths may take a divisor for: a subnormal one for 0, a very large one for an infinity."""
+    """Return the interval of a divisor as fast maths may take it: a subnormal one for 0, a very large one for an
+    infinity."""
     low, high = _flushed(a)
     return (-math.inf if low < -RECIPROCAL_REACHES else low), (math.inf if high > RECIPROCAL_REACHES else high)
 
@@ -120,7 +122,7 @@ class Intervals:
         return self.known[node.uid]
 
     def nonneg(self, node: Node) -> bool:
-        """Whether a node whose interval is known is never negative."""
+        """Return True if a node whose interval is known is never negative."""
         return self.known[node.uid][0] >= 0
 
 
@@ -269,7 +271,7 @@ def _over_node(x: Interval, y: Interval, divisor: Node, node: Node) -> Interval:
 
 
 def never_zero(node: Node, intervals: Intervals) -> bool:
-    """Whether a host value is nonzero under every legal setting: constants, bias corrections 1 - base**step of a
+    """Return True if a host value is nonzero under every legal setting: constants, bias corrections 1 - base**step of a
     base below 1, and their roots, products and quotients."""
     op, a = node.op, node.args
     if op == "const":
@@ -285,12 +287,12 @@ def never_zero(node: Node, intervals: Intervals) -> bool:
 
 
 def is_step(node: Node) -> bool:
-    """Whether a host value is the number of the step."""
+    """Return True if a host value is the number of the step."""
     return node.op == "sym" and node.attr == "step"
 
 
 def is_correction(node: Node) -> bool:
-    """Whether a host value is 1 - base**exponent."""
+    """Return True if a host value is 1 - base**exponent."""
     return node.op == "sub" and is_const(node.args[0], 1.0) and node.args[1].op == "pow"
 
 
@@ -306,7 +308,7 @@ def corrections(node: Node) -> Iterator[Node]:
 
 
 def is_plus(node: Node) -> bool:
-    """Whether a value that is never negative is never -0 either, by its structure; False where that is not seen."""
+    """Return True if a value that is never negative is shown by its structure never to be -0 either."""
     op, a = node.op, node.args
     if node.space == spaces.host or op == "const":
         return op != "neg" and not (op == "const" and math.copysign(1, node.attr) < 0)

@@ -1,4 +1,4 @@
-"""What must hold of a Program and a Schedule after every stage, as a table of checks."""
+"""The invariants of a Program and a Schedule after every stage, as a table of checks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _sound: set[Node] = set()  # nodes that passed: a node never changes, and most o
 
 @lru_cache(maxsize=256)  # most stages leave the nodes of some programs as they are
 def _looked_at(roots: tuple[Node, ...]) -> tuple[tuple[str, ...], tuple[Node, ...]]:
-    """What does not hold of the nodes below the roots, and the loads among them."""
+    """Return the faults of the nodes below the roots, and the loads among them."""
     order = postorder(roots)
     faults = []
     if not _sound.issuperset(order):

@@ -1,4 +1,4 @@
-"""What must hold of a spec beyond its signature: nothing unused, nothing that divides by zero."""
+"""The checks of a spec beyond its signature: nothing unused, nothing that divides by zero."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _reads(trace: Trace) -> set[str]:
 
 
 def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
-    """Whether the rule differs between the two settings of a flag, everything else equal."""
+    """Return True if the rule differs between the two settings of a flag, everything else equal."""
     by_rest: dict[tuple[tuple[str, bool], ...], Trace] = {}
     for setting, trace in traces:
         rest = tuple((k, v) for k, v in setting.items() if k != flag)

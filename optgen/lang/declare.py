@@ -1,4 +1,4 @@
-"""What a spec's signature is made of: the defaults of its parameters.
+"""The declarations that a spec's signature is made of: the defaults of its parameters.
 
 exp_avg_sq=state(nonneg)                 one value per element, never negative
 row_avg=row(nonneg, when="factored")     one value per row of the last two dimensions
@@ -239,7 +239,7 @@ def shape_flag(holds: Callable[[Shape], bool]) -> Any:
 
 
 def conditions(when: str | None) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """What `when` asks for: alternatives, each the flags that must hold.
+    """Return the conditions of `when`: alternatives, each the flags that must hold.
 
     "a and not b or c" -> ((("a", True), ("b", False)), (("c", True),))
     """

@@ -1,4 +1,4 @@
-"""What several rules share: weight decay and heavy-ball momentum.
+"""The parts that several rules share: weight decay and heavy-ball momentum.
 
 What a rule does with `weight_decay` is a choice of one of the first functions here: `l2` changes the
 gradient that every later line sees, the others change the weight.

@@ -98,7 +98,7 @@ class Run:
         return list(range(self.columns)) if space.name == "col" else [0]
 
     def same(self, space: spaces.Space, i: int, j: int) -> bool:
-        """Whether two elements share the entry of a space."""
+        """Return True if two elements share the entry of a space."""
         if space.name == "row":
             return i // self.columns == j // self.columns
         return i % self.columns == j % self.columns if space.name == "col" else True
@@ -133,7 +133,8 @@ class Run:
 
 
 def taken(user: Node, operand: Node, x: float) -> float:
-    """What an operation takes for a value of its operand: 0 or an infinity beyond the normal numbers of fp32.
+    """Return the value that an operation takes for one of its operands: 0 or an infinity beyond the normal numbers of
+    fp32.
 
     A subnormal number is a number in strict maths; in fast maths it may count as 0.
     """
@@ -161,7 +162,7 @@ def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
 
 
 def _place(spec: Spec, trace: Trace, bad: Node, roots: list[Node]) -> Loc:
-    """Where the author made a value; of a number or a name, where it is first taken."""
+    """Return the place where the author made a value; of a number or a name, where it is first taken."""
     users = (n for n in postorder(roots) if bad is n or bad in n.args)
     return next((trace.places[n.uid] for n in users if n.uid in trace.places), spec.loc)
 
@@ -183,7 +184,7 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 
 
 def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
-    """What becomes no number at step LATE, after the first three: (the weight or state, its value, where it is made).
+    """Return the first new value that is no number at step LATE: (the weight or state, its value, where it is made).
 
     An infinity that only divides is none of it.
     """

@@ -52,7 +52,7 @@ def _extent(x: Value, name: str) -> Value:
 
 
 def _size(x: Num, name: str) -> Any:
-    """How many rows, columns or elements the tensor has that x has a value per element of."""
+    """Return the number of rows, columns or elements of the tensor that x has a value per element of."""
     _check(x, name, ("elem",))
     if isinstance(x, Value):
         return _extent(x, name)
@@ -61,22 +61,22 @@ def _size(x: Num, name: str) -> Any:
 
 
 def rows(x: Num) -> Num:
-    """How many rows the matrix of x has."""
+    """The number of rows of the matrix of x."""
     return _size(x, "rows")
 
 
 def columns(x: Num) -> Num:
-    """How many columns the matrix of x has: the terms of a row's sum."""
+    """The number of columns of the matrix of x: the terms of a row's sum."""
     return _size(x, "columns")
 
 
 def elements(x: Num) -> Num:
-    """How many elements x has."""
+    """The number of elements of x."""
     return _size(x, "elements")
 
 
 def _count(x: Value, target: Space) -> Value:
-    """How many entries of x one result stands for."""
+    """Return the number of entries of x that one result stands for."""
     space = x.node.space
     columns, rows, elements = (_extent(x, name) for name in ("columns", "rows", "elements"))
     if target == spaces.row:

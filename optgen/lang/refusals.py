@@ -68,7 +68,7 @@ def called(loc: Loc) -> tuple[str, str]:
 
 
 def of_module(loc: Loc, name: str) -> bool:
-    """Whether something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
+    """Return True if something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
     found = smallest(loc.file, _span(loc), (ast.Attribute,))
     return isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name) and found.value.id == name
 
@@ -161,7 +161,8 @@ def compared(loc: Loc, mark: str, scalar: str) -> UserError:
 
 
 def _is_test(loc: Loc) -> bool:
-    """Whether a statement or an operator of Python's, and no call, asks for the truth of what stands at a place."""
+    """Return True if a statement or an operator of Python's, and no call, asks for the truth of the value at a place.
+    """
     parents = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp)
     at = smallest(loc.file, _span(loc), parents)
     asked = at.values if isinstance(at, ast.BoolOp) else [at.operand] if isinstance(at, ast.UnaryOp) else []

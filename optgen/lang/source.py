@@ -95,7 +95,7 @@ def _names(target: ast.AST) -> Iterator[str]:
 
 
 def _bound(statement: ast.stmt) -> tuple[str, ...]:
-    """What a statement binds: walrus targets first, because they are evaluated first."""
+    """Return the names that a statement binds: walrus targets first, because they are evaluated first."""
     names = [n.target.id for n in ast.walk(statement) if isinstance(n, ast.NamedExpr)]
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):

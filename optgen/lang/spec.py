@@ -63,7 +63,7 @@ LATE = 10**9
 
 @dataclass(frozen=True)
 class Recurrence:
-    """How a state depends on its own last value s.
+    """The dependence of a state on its own last value s.
 
     ema             decay * s + (something else), decay < 1 and free of s
     sum             s + (something else); also with a decay that is 1 by default
@@ -144,7 +144,7 @@ class Spec:
         return tuple(setting for setting in every if self._possible(setting))
 
     def _possible(self, setting: Mapping[str, bool]) -> bool:
-        """Whether no flag is on that needs a hyper-parameter which another flag says is 0."""
+        """Return True if no flag is on that needs a hyper-parameter which another flag says is 0."""
         zero = {f.nonzero for f in self.flags if f.nonzero is not None and not setting[f.name]}
         return not any(setting[f.name] and f.needs in zero for f in self.flags)
 

@@ -40,7 +40,7 @@ _CHOICES = 4  # conditions of a state's new value that are looked at one by one
 
 
 def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recurrence:
-    """How the state recurs under these flags, found by differentiating its new value by the old one."""
+    """Return the recurrence of a state under these flags, found by differentiating its new value by the old one."""
     return _recurrence(spec, tuple(sorted((flags or {}).items())), state)
 
 

@@ -177,7 +177,7 @@ def check_weights(
 
 
 def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserError:
-    """What Python raised while a function of the author's was read.
+    """Return the error for an exception that Python raised while a function of the author's was read.
 
     default  its place where no other is found
     spec     the rule, in which names are looked for; or what to write instead
@@ -189,7 +189,7 @@ def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserErro
 
 
 def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
-    """What to write instead, as far as an error of Python's says it."""
+    """Return a hint at what to write instead, as far as an error of Python's says it."""
     if isinstance(error, NameError) and error.name:
         if error.name in sys.modules["optgen.lang"].__dict__["__all__"]:
             return f"from optgen.lang import {error.name}"
@@ -219,7 +219,8 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
 
 
 def _function_meant(missing: str, name: str, written: str) -> str:
-    """What to write instead of a function, or of a module that something is taken from, which is not there."""
+    """Return a hint at what to write instead of a function, or of a module that something is taken from, which is not
+    there."""
     if written.split(".")[0] == missing and (ours := instead_of(name)):
         return ours
     if written == missing:

@@ -158,7 +158,7 @@ def _is_zero(x: object) -> bool:
 
 
 class AbsentReader:
-    """What reads a state that is off: refuses every function of it."""
+    """The reader of a state that is off: refuses every function of it."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def refuse(*args: Any, **_: Any) -> Any:

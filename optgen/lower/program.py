@@ -192,7 +192,7 @@ def block_of(buffers: tuple[Buffer, ...]) -> int:
 
 
 def needs_matrix(spec: Spec, flags: Mapping[str, bool]) -> bool:
-    """Whether the rule itself works on rows and columns, at this or another step: it has no vectors then.
+    """Return True if the rule itself works on rows and columns, at this or another step: it has no vectors then.
 
     What is kept by row is kept by the same rows at all steps.
     """

@@ -39,7 +39,7 @@ class DType:
 
     @property
     def packed(self) -> bool:
-        """Whether several share a byte: neighbours, the first one in its lowest bits; a row fills whole eights of them,
+        """True if several share a byte: neighbours, the first one in its lowest bits; a row fills whole eights of them,
         which are as many bytes as one has bits."""
         return self.kind == "uint" and self.bits < 8
 
@@ -96,5 +96,5 @@ def of_pattern(pattern: int) -> float:
 
 
 def in_f32(x: float) -> float:
-    """What a number of the host's becomes in f32: 0 where it is too small, an infinity where it is too large."""
+    """Return a number of the host's, rounded to f32: 0 if it is too small, an infinity if it is too large."""
     return of_pattern(pattern_of(x))

@@ -1,4 +1,4 @@
-"""Where a value lives: host < model < tensor < mat < row, col, axis < block < elem.
+"""The spaces in which values live: host < model < tensor < mat < row, col, axis < block < elem.
 
 `host` is computed once per step on the host in fp64; `model` has one value for all parameters together, on the
 device; `tensor` has one value per parameter tensor, `mat` one per leading index of an ndim > 2 tensor, `row` and `col`

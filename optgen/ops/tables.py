@@ -33,7 +33,8 @@ def after(x: float, by: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Law:
-    """What fast maths knows about a table of codes.  k = code - zero numbers the entries, 0 where they are 0.
+    """The straight lines that stand for a table of codes in fast maths.  k = code - zero numbers the entries, 0 where
+    they are 0.
 
     search  |k| = rint(max(min over the lines of slope * |x| + offset, least)), at most `most`
     lookup  |entry| = min(max over the lines of slope * |k| + offset, or 0), cap)
@@ -166,7 +167,8 @@ def law(values: Sequence[float], ends: Sequence[float]) -> Law | None:
 
 
 def _law(zero: int, entries: Sequence[float], starts: Sequence[float], signed: bool, last: bool) -> Law | None:
-    """Of the entries above `zero`, and where their cells start; `last`: the last one is taken care of by itself."""
+    """Return the law of the entries above `zero`, given where their cells start; `last`: the last entry is treated by
+    itself."""
     most = len(entries) - last
     first = 1 if zero < 0 else 0  # without a 0 the first entry has no lower end
     cells = [(start, k + 0.5 + first) for k, start in enumerate(starts[: most - first])]

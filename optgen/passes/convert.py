@@ -199,7 +199,7 @@ class Converter:
 
 
 def _small(value: float) -> bool:
-    """Whether 2^23 + i - value is exact for every byte i."""
+    """Return True if 2^23 + i - value is exact for every byte i."""
     return value == int(value) and abs(value) < 1 << 24
 
 

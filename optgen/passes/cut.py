@@ -62,17 +62,17 @@ def is_small(node: Node) -> bool:
 
 
 def reduces_elements(node: Node) -> bool:
-    """Whether the node needs a pass over all elements before it."""
+    """Return True if the node depends on a reduction over all elements."""
     return node.op in REDUCTIONS and not is_small(node.args[0])
 
 
 def reduces_model(node: Node) -> bool:
-    """Whether the node needs all parameters before it."""
+    """Return True if the node depends on a sum over all parameters."""
     return node.op == "model_sum"
 
 
 def needs_cutting(program: Program) -> bool:
-    """Whether anything lives in a space between host and elements, or is computed outside of kernels."""
+    """Return True if anything lives in a space between host and elements, or is computed outside of kernels."""
     if program.sums or any(b.space.name in spaces.SMALL for b in program.buffers):
         return True
     return any(is_small(n) or n.op == "call" for n in postorder(s.node for s in program.stores))
@@ -134,7 +134,7 @@ class Levels:
 
 
 def _is_gradient(node: Node) -> bool:
-    """Whether a value is the gradient as it comes, or times a host scalar."""
+    """Return True if a value is the gradient as it comes, or times a host scalar."""
     while node.op in ("cast", "mul", "neg") and sum(a.space != spaces.host for a in node.args) == 1:
         node = next(a for a in node.args if a.space != spaces.host)
     return node.op == "load" and node.attr == "g"
@@ -304,7 +304,7 @@ class Cutter:
         return out
 
     def _look(self, level: int, roots: list[Node], at: Mapping[str, int]) -> _Sweep:
-        """What a sweep reads: early states from what was stored, small values from temps."""
+        """Return a sweep with the values that it reads: early states from what was stored, small values from temps."""
         early = {self.kept[o].new.uid: o for o in at if at[o] < level and o in self.kept}
         gone = {b.name for b in self.program.buffers if at.get(b.owner, level) < level}
         sweep = _Sweep(level, roots, set(), [], [], set())
@@ -393,7 +393,7 @@ class Cutter:
         return Piece(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
 
     def read_call(self, node: Node) -> Node:
-        """What a later sweep reads of a call."""
+        """Return the load by which a later sweep reads the result of a call."""
         return ir.op("cast", ir.load(self.names[node.uid], dtypes.bf16, spaces.elem), attr=dtypes.f32)
 
     def call_pieces(self) -> list[Piece]:
@@ -445,7 +445,7 @@ class Cutter:
 
 
 class SmallWork:
-    """What is done between sweeps: which small values exist when, and in which order they are made.
+    """The work between sweeps: which small values exist when, and in which order they are made.
 
     A round runs over one space.  Within a level, a value of another space, or a reduction of the same one, belongs to
     a later round.
@@ -584,7 +584,7 @@ class SmallWork:
         return self.state.get(node.uid) or self.cutter.names[node.uid]
 
     def read(self, node: Node) -> Node:
-        """What a later stage finds in its place; a condition is kept as 1 or 0."""
+        """Return what a later stage reads for a value; a condition is kept as 1 or 0."""
         kept = ir.load(self.name(node), dtypes.f32, node.space)
         return ir.op("lt", ir.const(0.0), kept) if node.dtype is dtypes.boolean else kept
 

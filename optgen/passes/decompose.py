@@ -61,7 +61,7 @@ def log2(x: Num) -> Num:
 
 
 def _cube_root(x: Num) -> Num:
-    """Of a positive number: a third of the exponent bits as a first guess (4 %), then three Newton steps."""
+    """The root of a positive number: a third of the exponent bits as a first guess (4 %), then three Newton steps."""
     y = from_bits(cast(cast(bits(x), f32) * (1 / 3), i32) + 709921077)
     for _ in range(3):
         # Not (2 y + x / y^2) / 3: fast maths would gather the thirds of two steps into 9 x, which may overflow.

@@ -93,12 +93,12 @@ def _square(factors: list[Node]) -> Node:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether it adds up elements."""
+    """Return True if the node adds up elements."""
     return node.op.endswith("_sum") and node.op != "model_sum" and node.args[0].space == spaces.elem
 
 
 def _count(op: str) -> Node | None:
-    """How many elements one result stands for; None where nobody knows it, over the model."""
+    """Return the number of elements that one result stands for; None for the model, where nobody knows it."""
     if op == "mat_sum":
         return ir.op("mul", ir.extent("rows"), ir.extent("columns"))
     name = {"row_sum": "columns", "col_sum": "rows", "tensor_sum": "elements"}.get(op)

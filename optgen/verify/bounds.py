@@ -46,7 +46,7 @@ def master_bound(master: Master, param: DType) -> Bound:
 
 @dataclass(frozen=True)
 class Steady:
-    """Where an average s' = decay * s + (1 - decay) * x settles when it is stored at every step.
+    """The settling of an average s' = decay * s + (1 - decay) * x that is stored at every step.
 
     A nonnegative state: kept / true lies in [low, high] (`of` is "factor").  A signed one: |kept - true| <= high
     times `of`.  `law` says where from.  Stochastic: `rms` is the expected size instead, low and high bound what a

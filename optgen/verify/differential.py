@@ -1,4 +1,4 @@
-"""What one optimizer step may be off by, and whether generated code keeps to it.
+"""Enclosures of one optimizer step, and the check that generated code keeps to them.
 
 The step of an optimizer is decode, update, encode.  Decoding is exact; the update is enclosed by reading the
 spec on intervals (verify/intervals.py); encoding adds the format's own bound (verify/bounds.py) times the scale
@@ -79,7 +79,8 @@ def oracle(
 
 
 def reading(spec: Spec, before: Values, g: Tensor, hypers: Mapping[str, Any]) -> dict[str, Interval]:
-    """What the rule makes of a step before anything is stored: "p" and the states; the oracle's values lie inside."""
+    """Read the rule of a step on intervals, before anything is stored: "p" and the states; the oracle's values lie
+    inside."""
     gradient = Interval.point(g.float(), before.p.model)
     p, new, _ = _evaluated(spec, before, gradient, hypers)
     return {"p": p, **new}
@@ -276,7 +277,7 @@ def _root(x: Interval) -> Interval:
 
 
 def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None) -> Interval:
-    """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view.
+    """Return the interval of decode(encode(x)) for every x in the interval; blocks run along the rows of the 2-D view.
 
     dims  what the columns of a matrix x are made of; None: one dimension
     """
@@ -463,7 +464,7 @@ class Trial:
         self.flags = flags
 
     def storage(self, plan: Any, recurrences: Mapping[str, Any]) -> Storage:
-        """How the plan stores this parameter."""
+        """Return the storage of this parameter under the plan."""
         param = FROM_TORCH[str(self.param.dtype).removeprefix("torch.")]
         found: Storage = plan.storage(
             self.spec.present(self.flags), param, self.variant.small, recurrences, vector=self.variant.vector

@@ -37,7 +37,7 @@ EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 @dataclass(frozen=True)
 class Model:
-    """How the machine rounds: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
+    """The rounding of a machine: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
     the factors of products and roots come in any order."""
 
     unit: float = F32_UNIT
@@ -140,7 +140,7 @@ class Interval:
 
     @property
     def known(self) -> Tensor:
-        """Where anything is claimed."""
+        """The mask of the elements of which anything is claimed."""
         return ~(self.lo.isnan() | self.hi.isnan())
 
     def distance(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Interval:
         return torch.where(far.isnan(), torch.inf, far)
 
     def contains(self, x: Tensor) -> Tensor:
-        """Where x lies inside; True where nothing is claimed."""
+        """Return the mask of the elements where x lies inside; True where nothing is claimed."""
         x = x.to(torch.float64)
         return ~self.known | ((self.lo <= x) & (x <= self.hi))
 
@@ -315,7 +315,7 @@ def _around(x: Interval, y: Interval) -> Interval:
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether all of it is: nearly always, and then nothing else need be asked."""
+    """Return True if all of x is finite: nearly always, and then nothing else need be asked."""
     return bool(x.isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""What a plan does to a rule's states over many steps, decided before anything runs.
+"""The effects of a plan on a rule's states over many steps, decided before anything runs.
 
 A format is judged by what happens when a state is decoded, updated and encoded again at every step, not by the
 error of storing it once.  What each state does to its old self (an average, a sum, a maximum ...) is derived from
@@ -94,7 +94,8 @@ def _number(decay: Any, values: Mapping[str, float]) -> float | None:
 
 
 def overflow(spec: Spec, flags: Mapping[str, bool]) -> list[Finding]:
-    """What the rule itself makes no number of late in training, whatever it is stored as."""
+    """Return a finding for a value that the rule itself makes no number of late in training, whatever it is stored as.
+    """
     return list(_overflow(spec, tuple(sorted(flags.items()))))
 
 
@@ -195,7 +196,7 @@ def _l2(fmt: Format, decay: float) -> Iterator[Verdict]:
 
 
 def _reach(fmt: Format, decay: float) -> str:
-    """Where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
+    """Return where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
     try:
         factor = bounds.steady_state(fmt, decay)
     except bounds.UnknownBound:
