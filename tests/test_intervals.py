@@ -25,7 +25,7 @@ from optgen.lang.reductions import amax, col_max, col_mean, dot, mean, norm, rms
 from optgen.runtime.layout import layout
 from optgen.runtime.records import sums
 from optgen.verify.differential import Trial, Values, compare, enclose, oracle
-from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, FAST, STRICT, Interval, Truth
+from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, FAST, STRICT, Condition, Interval
 from tests import product
 
 SPECS = product.SPECS
@@ -147,7 +147,7 @@ def test_undecided_conditions_take_both_sides() -> None:
     lo, hi = torch.tensor([-1.0, 1.0]).double(), torch.tensor([1.0, 2.0]).double()
     x = Interval(lo, hi)
     c = x > 0
-    assert isinstance(c, Truth)
+    assert isinstance(c, Condition)
     assert c.yes.tolist() == [False, True]
     assert c.no.tolist() == [False, False]
     out = where(c, 10.0, -10.0)

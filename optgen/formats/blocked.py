@@ -13,7 +13,7 @@ from optgen.formats.bound import Bound
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words, refusal
 from optgen.formats.coded import Curved, of_scales
 from optgen.formats.companders import HALF, Compander, softsign
-from optgen.formats.format import Field, Noise, Rounding, Verdict
+from optgen.formats.format import Field, FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
@@ -138,7 +138,7 @@ class Blocked(Curved):
         ends = {"low": scale.low, "high": scale.high, "excess": scale.excess, "strict": scale.literal}
         return self.of_scale(value, "scale", valid, slack, **ends)
 
-    def findings(self, nonneg: bool) -> list[Verdict]:
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
         out = of_scales(self.scale, self.scale.low)
         if self.scale.name == "e8m0" and self.noise_bits == 0 and self.bits <= 5:
             out.insert(

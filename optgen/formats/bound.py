@@ -65,7 +65,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Line:
+class PatternRange:
     """Numbers with the f32 patterns low .. high, in a block whose first elements are `others`.
 
     relative  their errors count relative to them

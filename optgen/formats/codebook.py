@@ -15,7 +15,7 @@ from optgen.formats import narrow
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number, refusal
 from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, widest
-from optgen.formats.format import Field, Noise, Rounding, Verdict
+from optgen.formats.format import Field, FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
 from optgen.ops.dtypes import in_f32, pattern_of
@@ -152,8 +152,8 @@ class Codebook(Coded):
     def keeps_zero(self) -> bool:
         return 0.0 in self.table
 
-    def findings(self, nonneg: bool) -> list[Verdict]:
-        out: list[Verdict] = []
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
+        out: list[FormatFinding] = []
         if self.shrinks < 1:
             kept, lacking = self.shrinks, -1 if self.table[-1] == 1 else 1
             reason = (

@@ -12,7 +12,7 @@ from typing import Any
 from optgen.formats import narrow
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.companders import BELOW
-from optgen.formats.format import HIGH, LOW, Format, Rounding, Verdict
+from optgen.formats.format import HIGH, LOW, Format, FormatFinding, Rounding
 from optgen.formats.scales import Scale
 from optgen.lang.values import Num
 from optgen.ops.tables import CELL, EXACT
@@ -153,9 +153,9 @@ def widest(readings: tuple[float, ...], least: float = 0.0) -> float:
     return max(b / a for a, b in itertools.pairwise(positive) if a >= least)
 
 
-def of_scales(scale: Scale, low: float) -> list[Verdict]:
+def of_scales(scale: Scale, low: float) -> list[FormatFinding]:
     """Return what speaks against scales: the smallest largest magnitude that they follow is `low`."""
-    out: list[Verdict] = []
+    out: list[FormatFinding] = []
     if scale.high < HIGH or low > LOW:
         reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
         out.append(("L5", "error", reason))
@@ -165,7 +165,7 @@ def of_scales(scale: Scale, low: float) -> list[Verdict]:
     return out
 
 
-def of_zeros(fmt: Coded, nonneg: bool) -> list[Verdict]:
+def of_zeros(fmt: Coded, nonneg: bool) -> list[FormatFinding]:
     """Return what speaks against a format whose codes may read as 0 for a nonnegative state."""
     if not nonneg or fmt.positive:
         return []

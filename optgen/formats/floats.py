@@ -10,7 +10,7 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound
 from optgen.formats.check import check_words, refusal
-from optgen.formats.format import Field, Format, Noise, Rounding, Verdict
+from optgen.formats.format import Field, Format, FormatFinding, Noise, Rounding
 from optgen.lang.values import Num
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
@@ -77,7 +77,7 @@ class Float(Format):
     def exact(self) -> bool:
         return self.dtype is dtypes.f32
 
-    def findings(self, nonneg: bool) -> list[Verdict]:
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
         if self.dtype is not dtypes.f16:
             return []
         return [("L5", "error", "f16 turns moments beyond 65504 into Inf and those under 2^-25 into 0")]

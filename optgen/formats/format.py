@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from optgen.formats import measured
-from optgen.formats.bound import ONE, Bound, Line
+from optgen.formats.bound import ONE, Bound, PatternRange
 from optgen.ir import node as ir
 from optgen.lang.spec import Matrix
 from optgen.lang.values import Num, Value, cast, lshr, maximum, sqrt, where
@@ -30,7 +30,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.prims import REDUCTIONS
 
 Severity = Literal["error", "warning", "note"]
-Verdict = tuple[str, Severity, str]
+FormatFinding = tuple[str, Severity, str]
 """A finding about a format: code, severity, reason (`verify/lint.py`)."""
 
 # What a scale or float must at least follow: gradients of large models, squared and averaged, and their spikes.
@@ -304,22 +304,22 @@ class Format(ABC):
         """True if nothing is rounded."""
         return False
 
-    def findings(self, nonneg: bool) -> list[Verdict]:
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
         """Return what speaks against the format whatever the state does; `nonneg`: of a state that is never negative.
 
         Imports no torch where the format is this package's: that takes a second of a build.
         """
         return []
 
-    def lines(self, units: int = 0) -> list[Line]:
+    def lines(self, units: int = 0) -> list[PatternRange]:
         """Return the numbers over which a certificate looks for the worst error, in units of `bound().of`."""
         bound = self.bound()
         if bound is None:
             raise TypeError(f"no certificate for {type(self).__name__}")
         if bound.of == "value":
-            return [Line(ONE, ONE + (1 << 23) - 1, (), relative=True)]
+            return [PatternRange(ONE, ONE + (1 << 23) - 1, (), relative=True)]
         # Scales are powers of two times 1 to the same relative error: one block stands for all.
-        return [Line(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if self.signed else (1.0,))]
+        return [PatternRange(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if self.signed else (1.0,))]
 
 
 @lru_cache(maxsize=1024)
@@ -364,9 +364,6 @@ class Master(ABC):
         bound = self.bound(param)
         return x.unknown() if bound is None else bound.around(x, bound.total)
 
-    def findings(self, param: DType) -> list[Verdict]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         """Return what speaks against keeping a weight narrower than fp32 so."""
         return []
-
-
-Parts = Mapping[str, Any]

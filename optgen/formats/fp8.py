@@ -15,13 +15,13 @@ from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, check_block, check_part, check_words, refusal
 from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, widest
 from optgen.formats.companders import HALF
-from optgen.formats.format import Field, Noise, Rounding, Verdict
+from optgen.formats.format import Field, FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
 from optgen.ops.dtypes import pattern_of
 
-Kind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
+FloatKind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
 
 # Mantissa bits, exponent bias, and the largest code that is a number.
 _KINDS: Mapping[str, tuple[int, int, int]] = {
@@ -49,7 +49,7 @@ class Fp8(Coded):
     or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
     """
 
-    kind: Kind = "e4m3"
+    kind: FloatKind = "e4m3"
     block: int = 256
     scale: Scale = fp32
     of: Literal["value", "sqrt"] = "value"
@@ -189,12 +189,12 @@ class Fp8(Coded):
     def keeps_zero(self) -> bool:
         return self.signed or self.zero == "keep"
 
-    def findings(self, nonneg: bool) -> list[Verdict]:
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
         return of_zeros(self, nonneg) + of_scales(self.scale, self.low * self.largest)
 
 
 @lru_cache
-def numbers(kind: Kind) -> tuple[float, ...]:
+def numbers(kind: FloatKind) -> tuple[float, ...]:
     """The numbers >= 0 of a kind, by code."""
     mantissa, bias, most = _KINDS[kind]
     out = []

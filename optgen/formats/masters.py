@@ -17,7 +17,7 @@ from optgen.formats import words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
-from optgen.formats.format import Field, Master, Noise, Rounding, Verdict
+from optgen.formats.format import Field, FormatFinding, Master, Noise, Rounding
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
 from optgen.ops.dtypes import F32_UNIT, DType, bf16, f16, f32, i16, i32, u8
 
@@ -53,7 +53,7 @@ class Native(Master):
     def bound(self, param: DType) -> Bound:
         return rounding_to(param, self.noise_bits(param) > 0)
 
-    def findings(self, param: DType) -> list[Verdict]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         if self.noise_bits(param):
             return []
         reason = (
@@ -86,7 +86,7 @@ class Narrow(Master):
     def bound(self, param: DType) -> Bound:
         return rounding_to(f32, False) if param is f32 else self._bound(param)
 
-    def _moves(self, param: DType) -> list[Verdict]:
+    def _moves(self, param: DType) -> list[FormatFinding]:
         """Return the note about the smallest steps that a weight of 8 further bits makes."""
         least = f"2^-{param.mantissa + 9}"
         reason = f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24"
@@ -164,7 +164,7 @@ class Kahan(Narrow):
         bound = self.bound(param)
         return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
 
-    def findings(self, param: DType) -> list[Verdict]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         return self._moves(param)
 
 
@@ -246,7 +246,7 @@ class Split(Narrow):
         valid = f"2^{param.lowest} <= |x| < {top}; absolute 2^{max(step, -150)} below, Inf above"
         return Bound(value, "value", valid, absolute=2.0**step, largest=param.largest)
 
-    def findings(self, param: DType) -> list[Verdict]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         return [] if self.bits == 16 or self.noise_bits(param) else self._moves(param)
 
 
@@ -298,5 +298,5 @@ class Ecc8(Narrow):
         least = (value + slack) * param.normal + 2.0**-148
         return Bound(value, "value", "normal values", slack, absolute=least, largest=param.largest)
 
-    def findings(self, param: DType) -> list[Verdict]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         return self._moves(param)

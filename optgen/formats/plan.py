@@ -23,7 +23,7 @@ from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Matrix
 from optgen.ops.dtypes import DType, f32
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 SMALL = 4096
 
 
@@ -137,12 +137,12 @@ def _check_parts(given: Iterable[str]) -> None:
             raise UserError("E306", loc=locs.of_frame(_first_frame_outside()), got=key, hint=hint)
 
 
-def _of_known_parts(cls: type[Made]) -> type[Made]:
+def _of_known_parts(cls: type[T]) -> type[T]:
     """Have the constructor raise UserError E306 for a part that plans do not have."""
     init: Any = vars(cls)["__init__"]
 
     @wraps(init)
-    def checked(self: Made, *doc: object, **parts: object) -> None:
+    def checked(self: T, *doc: object, **parts: object) -> None:
         _check_parts(parts)
         init(self, *doc, **parts)
 

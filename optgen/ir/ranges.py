@@ -149,7 +149,7 @@ def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg
     return rounded(got, row.ulps)
 
 
-Rule = Callable[[Node, list[Interval], Callable[[Node], bool]], Interval]
+RangeRule = Callable[[Node, list[Interval], Callable[[Node], bool]], Interval]
 
 
 def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
@@ -245,7 +245,7 @@ def _numbered(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> 
     return 0, len(node.attr.values)
 
 
-_RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, RangeRule] = {
     "const": lambda n, a, s: (float(n.attr), float(n.attr)),
     "load": lambda n, a, s: _STORED.get(n.dtype.name, _anything(n)),
     "mul": _mul, "fma": _fma, "abs": _abs, "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,

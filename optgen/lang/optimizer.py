@@ -16,7 +16,7 @@ from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_name, is_snake, snake, unique
 from optgen.lang import check
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
-from optgen.lang.source import Source
+from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, Matrix, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
@@ -117,7 +117,7 @@ def _spec(
     function: Callable[..., Any], cite: str, like: str | None, name: str | None,
     evaluate: Callable[..., Any] | None, matrix: Matrix | Literal["blocks"],
 ) -> Spec:  # fmt: skip
-    source = Source(function)
+    source = SpecSource(function)
     if not is_snake(source.name):
         spelled = snake(source.name)
         hint = f"def {spelled}(p, g, ...)" if is_snake(spelled) else "def my_rule(p, g, ...)"
@@ -166,7 +166,7 @@ def _spec(
 def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
     """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
     and what reading it on values raises, as of a rule."""
-    source = Source(function)
+    source = SpecSource(function)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
     hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}
     parameters = list(inspect.signature(function).parameters.values())
@@ -195,7 +195,7 @@ def _doc(function: Callable[..., Any]) -> str:
     return inspect.cleandoc(own or "")
 
 
-def _declared(p: inspect.Parameter, source: Source) -> Declaration:
+def _declared(p: inspect.Parameter, source: SpecSource) -> Declaration:
     loc = source.parameters.get(p.name, source.head)
     keyword = p.kind is p.KEYWORD_ONLY
     d = p.default
@@ -220,7 +220,7 @@ def _declared(p: inspect.Parameter, source: Source) -> Declaration:
     raise UserError("E111", loc=loc, name=p.name, got=f"{d!r}")
 
 
-def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:
+def _parts(name: str, decl: HyperDecl, source: SpecSource) -> tuple[str, ...]:
     """The names of a hyper-parameter's scalars: the author's own where a tuple is unpacked."""
     if not isinstance(decl.default, tuple):
         return (name,)

@@ -78,7 +78,7 @@ def _meaning(op: str) -> Callable[..., float]:
     return _total(meaning) if "f" in row.takes and op not in _IEEE else meaning
 
 
-Values = dict[int, list[float]]  # node uid -> value at each element
+NodeValues = dict[int, list[float]]  # node uid -> value at each element
 
 
 class Run:
@@ -117,8 +117,8 @@ class Run:
             return [float({"rows": rows, "columns": self.columns, "elements": self.size}[node.attr])] * self.size
         return [node.attr] * self.size
 
-    def values(self, roots: list[Node], scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> Values:
-        out: Values = {}
+    def values(self, roots: list[Node], scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> NodeValues:
+        out: NodeValues = {}
         for node in postorder(roots):
             if not node.args:
                 out[node.uid] = self.leaf(node, scalars, kept)
@@ -146,7 +146,7 @@ def taken(user: Node, operand: Node, x: float) -> float:
     return got if math.isinf(got) else x
 
 
-def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
+def _culprit(run: Run, values: NodeValues, node: Node, i: int) -> tuple[Node, int]:
     """The operation that first made the value at element i not finite: all that it took was finite."""
     found: tuple[Node, int] | None = (node, i)
     while found is not None:
@@ -196,7 +196,7 @@ def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, floa
     return None
 
 
-def _not_finite(trace: Trace, run: Run, values: Values) -> Iterator[tuple[str, Node, int]]:
+def _not_finite(trace: Trace, run: Run, values: NodeValues) -> Iterator[tuple[str, Node, int]]:
     """The new values that are not finite at an element."""
     for name, node in trace.new.items():
         for i in range(run.size):
@@ -206,7 +206,7 @@ def _not_finite(trace: Trace, run: Run, values: Values) -> Iterator[tuple[str, N
 
 def _walked(
     spec: Spec, flags: Mapping[str, bool], trace: Trace, steps: Iterable[int]
-) -> Iterator[tuple[Run, int, Values]]:
+) -> Iterator[tuple[Run, int, NodeValues]]:
     """Each tensor, and what every node is worth at each of the steps, one after the other."""
     new = {"p": trace.p, **trace.states}
     roots = list(trace.new.values())
@@ -256,13 +256,13 @@ def _shown(user: Node, operand: Node, x: float) -> str:
     return f"{got:g} ({x:g} in fp64)" if lost else f"{got:g}"
 
 
-def _lost(node: Node, values: Values, i: int) -> float | None:
+def _lost(node: Node, values: NodeValues, i: int) -> float | None:
     """A number below an operation that fp32 makes 0 of where it meets other values."""
     pairs = ((n, a) for n in postorder([node]) for a in n.args)
     return next((x for n, a in pairs if (x := values[a.uid][i]) != 0 and taken(n, a, x) == 0), None)
 
 
-def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:
+def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
     new = trace.new
     for node in postorder(new.values()):
         # Host scalars are plain Python numbers: there an unused branch raises too.

@@ -8,7 +8,7 @@ import sys
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.lang.source import Span, smallest, span_of, within
+from optgen.lang.source import TextSpan, smallest, span_of, within
 from optgen.ops.prims import PRIMS
 
 # Python's function -> ours, where that is not the primitive of its name.
@@ -54,7 +54,7 @@ MODULES = ("torch.", "np.", "numpy.", "math.")
 NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
 
 
-def _span(loc: Loc) -> Span:
+def _span(loc: Loc) -> TextSpan:
     return (loc.line, loc.col, loc.end_line, loc.end_col)
 
 

@@ -23,16 +23,16 @@ from typing import Any
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc, of_characters, of_code, relative
 
-Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
+TextSpan = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
-def span_of(node: ast.AST) -> Span:
+def span_of(node: ast.AST) -> TextSpan:
     line, column, end_line, end_column = (getattr(node, k, 0) or 0 for k in _PLACE)
     return line, column, end_line, end_column
 
 
-def within(inner: Span, outer: Span) -> bool:
+def within(inner: TextSpan, outer: TextSpan) -> bool:
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
@@ -40,7 +40,7 @@ def within(inner: Span, outer: Span) -> bool:
 class Statement:
     """One simple statement: its text on one line, and the names that it binds, in order."""
 
-    span: Span
+    span: TextSpan
     text: str
     names: tuple[str, ...]
 
@@ -115,7 +115,7 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
             yield from own_nodes(child)
 
 
-class Source:
+class SpecSource:
     """The source of one spec function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -259,7 +259,7 @@ class Source:
         return tuple(out)
 
 
-def smallest(file: str, span: Span, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
+def smallest(file: str, span: TextSpan, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
     """The innermost node of one of the kinds that contains the span."""
     tree = tree_of(file)
     hits = [n for n in ast.walk(tree) if isinstance(n, kinds) and within(span, span_of(n))] if tree else []

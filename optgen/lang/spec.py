@@ -13,7 +13,7 @@ from optgen.base.loc import Loc
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
-from optgen.lang.source import Source
+from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
@@ -117,7 +117,7 @@ class Spec:
     matrix: Matrix
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
     function: Callable[..., Any]
-    source: Source
+    source: SpecSource
     readings: Readings
     evaluation: Evaluation | None = None
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter

@@ -12,14 +12,14 @@ from optgen.ops.dtypes import PRECISION, DType
 from optgen.ops.prims import GATHERS, PRIMS
 from optgen.ops.tables import Table
 
-Num = Any  # Tensor | float
+Operand = Any  # Tensor | float
 
 
-def _both(a: Num, b: Num) -> tuple[Any, Any]:
+def _both(a: Operand, b: Operand) -> tuple[Any, Any]:
     """Return two operands, one of them a tensor at least, as tensors of its dtype and device."""
     like = a if isinstance(a, torch.Tensor) else b
 
-    def made(x: Num) -> Any:
+    def made(x: Operand) -> Any:
         return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=like.dtype, device=like.device)
 
     return made(a), made(b)
@@ -30,7 +30,7 @@ def _sqrt(x: Any) -> Any:
     return x.double().sqrt().float() if x.dtype is torch.float32 else x.sqrt()
 
 
-def _where(c: Any, a: Num, b: Num) -> Any:
+def _where(c: Any, a: Operand, b: Operand) -> Any:
     if isinstance(c, bool):
         return a if c else b
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
@@ -42,7 +42,7 @@ def _where(c: Any, a: Num, b: Num) -> Any:
     return torch.where(c, *_both(a, b))
 
 
-def _rotl(x: Any, k: Num) -> Any:
+def _rotl(x: Any, k: Operand) -> Any:
     wide = x.long() & 0xFFFFFFFF
     return ((wide << k) | (wide >> (32 - k))).int()
 

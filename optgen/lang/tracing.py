@@ -17,7 +17,7 @@ from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
 from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, missing, of_module
-from optgen.lang.source import Source, Statement
+from optgen.lang.source import SpecSource, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import TRACED, Absent, Value, author_loc
 from optgen.ops import dtypes, spaces
@@ -39,7 +39,7 @@ class Tracer:
     A statement's name goes to the node that its name is bound to, if the statement made that node.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SpecSource) -> None:
         self.source = source
         self.lets: list[Let] = []
         self.places: dict[int, Loc] = {}
@@ -148,7 +148,7 @@ _PLAIN = "write it with operators of p, element-wise states and hyper-parameters
 
 
 def check_weights(
-    function: Callable[..., Any], source: Source, states: Iterable[str], hypers: Iterable[HyperDecl]
+    function: Callable[..., Any], source: SpecSource, states: Iterable[str], hypers: Iterable[HyperDecl]
 ) -> None:
     """Reads the function of the weights to evaluate with on values: UserError for what is no arithmetic of them."""
     options: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from optgen.formats.masters import Native
 from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, Kept, Let, Program, Role, Store
+from optgen.ir.program import Buffer, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
@@ -319,10 +319,10 @@ def lower(
         replace(b, reads=b.name in live, writes=False) if b.owner in still else replace(b, reads=b.name in used)
         for b in buffers
     )
-    kept = [Kept("p", weight.node, new_weight)]
+    kept = [KeptValue("p", weight.node, new_weight)]
     # What needs values of rows and columns to be read is not read back within the step: they change with it.
     elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
-    kept += [Kept(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
+    kept += [KeptValue(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
     if not storage.plan.read_back:
         kept = []
     names = hyper_names(spec)

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["float", "int", "uint", "bool"]
+NumberKind = Literal["float", "int", "uint", "bool"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DType:
 
     name: str
     bits: int
-    kind: Kind
+    kind: NumberKind
     torch: str
     mantissa: int = 0
     lowest: int = 0

@@ -41,7 +41,7 @@ _OF = {"row": "rows", "col": "columns", "axis": "the columns' dimensions", "mat"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageProgram:
     """One stage's program; see ir.program.Stage for level and why."""
 
     program: Program
@@ -53,7 +53,7 @@ class Piece:
 class Cut:
     """The pieces in their order, and the states that are stored before the last sweep that needs them."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StageProgram, ...]
     early: tuple[str, ...] = ()
 
 
@@ -360,7 +360,7 @@ class Cutter:
 
     # -- programs
 
-    def piece(self, sweep: _Sweep, at: Mapping[str, int], small: SmallWork, number: int, count: int) -> Piece:
+    def piece(self, sweep: _Sweep, at: Mapping[str, int], small: SmallWork, number: int, count: int) -> StageProgram:
         """The sweep's own program."""
         early = {self.kept[o].new: self.kept[o].old for o in at if at[o] < sweep.level and o in self.kept}
         mapped = Rewriter(lambda node: node)
@@ -390,13 +390,13 @@ class Cutter:
             elif let.stage == "decode" and let.node.uid in seen and let.node not in memo:
                 lets.append(let)  # an early state, read back
         why = self._why(sweep, reduced, number, count)
-        return Piece(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
+        return StageProgram(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
 
     def read_call(self, node: Node) -> Node:
         """Return the load by which a later sweep reads the result of a call."""
         return ir.op("cast", ir.load(self.names[node.uid], dtypes.bf16, spaces.elem), attr=dtypes.f32)
 
-    def call_pieces(self) -> list[Piece]:
+    def call_pieces(self) -> list[StageProgram]:
         """A stage for every call: a program whose one store is the call, in place."""
         out = []
         for c in self.calls:
@@ -409,7 +409,7 @@ class Cutter:
                 self.program, buffers=(buffer,), body=lets, stores=(stored,), block=1, kept=(), host_stores=(),
                 space=spaces.elem, sums=(),
             )  # fmt: skip
-            out.append(Piece(program, self.level(c), f"{c.attr} of whole matrices"))
+            out.append(StageProgram(program, self.level(c), f"{c.attr} of whole matrices"))
         return out
 
     def _program(self, stores: list[Store], lets: tuple[Let, ...], temps: list[Buffer], space: Space) -> Program:
@@ -588,7 +588,7 @@ class SmallWork:
         kept = ir.load(self.name(node), dtypes.f32, node.space)
         return ir.op("lt", ir.const(0.0), kept) if node.dtype is dtypes.boolean else kept
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StageProgram]:
         """A program for every round."""
         out = []
         for key in sorted({*self.rounds, *self.commits}, key=self._key):
@@ -597,7 +597,7 @@ class SmallWork:
                 out.append(piece)
         return out
 
-    def _round(self, key: tuple[int, int, str]) -> Piece | None:
+    def _round(self, key: tuple[int, int, str]) -> StageProgram | None:
         at, _, space = key
         cutter = self.cutter
         here = {n.uid for n in self.rounds.get(key, ()) if n.op not in REDUCTIONS}
@@ -634,13 +634,13 @@ class SmallWork:
             elif let.node.uid in memo and memo[let.node.uid].op != "load" and memo[let.node.uid].uid in seen:
                 lets.append(replace(let, node=memo[let.node.uid]))
         made = cutter._program(stores, tuple(lets), temps, Space(space))
-        return Piece(made, at, f"values of {_OF[space]}")
+        return StageProgram(made, at, f"values of {_OF[space]}")
 
 
 def cut(program: Program) -> Cut:
     """See the module's docstring."""
     if not needs_cutting(program):
-        return Cut((Piece(replace(program, kept=()), 0, "the update"),))
+        return Cut((StageProgram(replace(program, kept=()), 0, "the update"),))
     cutter = Cutter(by_rows(program))
     sweeps, at = cutter.choose()
     small = SmallWork(cutter, sweeps)

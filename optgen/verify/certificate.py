@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from optgen.formats.bound import Bound, Line
+from optgen.formats.bound import Bound, PatternRange
 from optgen.formats.format import Format, Noise
 from optgen.ops.dtypes import of_pattern
 from optgen.verify.bounds import one_step_bound
@@ -44,7 +44,7 @@ class _Line:
     """The numbers of a line, kept in a format."""
 
     format: Format
-    line: Line
+    line: PatternRange
 
     @property
     def rooted(self) -> bool:

@@ -281,7 +281,7 @@ def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[i
 
     dims  what the columns of a matrix x are made of; None: one dimension
     """
-    return fmt.enclose(x, View(x.shape, dims), root) if x.lo.numel() else x
+    return fmt.enclose(x, BlockView(x.shape, dims), root) if x.lo.numel() else x
 
 
 def stored_weight(storage: Storage, x: Interval) -> Interval:
@@ -290,7 +290,7 @@ def stored_weight(storage: Storage, x: Interval) -> Interval:
     return found
 
 
-class View:
+class BlockView:
     """The blocks and indices of tensors of one shape (`optgen.formats.format.View`).
 
     dims  what the columns of a matrix are made of; None: one dimension

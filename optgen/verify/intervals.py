@@ -64,7 +64,7 @@ the factors that are still to come may make of it.  Where some order of the fact
 Ends = Union["Interval", float, int]
 
 
-class Truth:
+class Condition:
     """An elementwise condition: surely true, surely false, or neither."""
 
     __slots__ = ("no", "yes")
@@ -72,31 +72,31 @@ class Truth:
     def __init__(self, yes: Tensor, no: Tensor) -> None:
         self.yes, self.no = yes, no
 
-    def __and__(self, o: Truth | bool) -> Truth:
+    def __and__(self, o: Condition | bool) -> Condition:
         o = _truth(o, self)
-        return Truth(self.yes & o.yes, self.no | o.no)
+        return Condition(self.yes & o.yes, self.no | o.no)
 
-    def __or__(self, o: Truth | bool) -> Truth:
+    def __or__(self, o: Condition | bool) -> Condition:
         o = _truth(o, self)
-        return Truth(self.yes | o.yes, self.no & o.no)
+        return Condition(self.yes | o.yes, self.no & o.no)
 
-    def __xor__(self, o: Truth | bool) -> Truth:
+    def __xor__(self, o: Condition | bool) -> Condition:
         o = _truth(o, self)
-        return Truth((self.yes & o.no) | (self.no & o.yes), (self.yes & o.yes) | (self.no & o.no))
+        return Condition((self.yes & o.no) | (self.no & o.yes), (self.yes & o.yes) | (self.no & o.no))
 
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
 
-    def __invert__(self) -> Truth:
-        return Truth(self.no, self.yes)
+    def __invert__(self) -> Condition:
+        return Condition(self.no, self.yes)
 
     reader: ClassVar[_Reader]
 
 
-def _truth(c: Truth | bool, like: Truth) -> Truth:
-    if isinstance(c, Truth):
+def _truth(c: Condition | bool, like: Condition) -> Condition:
+    if isinstance(c, Condition):
         return c
     yes = torch.full_like(like.yes, bool(c))
-    return Truth(yes, ~yes)
+    return Condition(yes, ~yes)
 
 
 class Interval:
@@ -246,18 +246,18 @@ class Interval:
 
     # -- comparisons
 
-    def __lt__(self, o: Ends) -> Truth:
+    def __lt__(self, o: Ends) -> Condition:
         y = _lift(o, self)
-        return Truth(self.hi < y.lo, self.lo >= y.hi)
+        return Condition(self.hi < y.lo, self.lo >= y.hi)
 
-    def __le__(self, o: Ends) -> Truth:
+    def __le__(self, o: Ends) -> Condition:
         y = _lift(o, self)
-        return Truth(self.hi <= y.lo, self.lo > y.hi)
+        return Condition(self.hi <= y.lo, self.lo > y.hi)
 
-    def __gt__(self, o: Ends) -> Truth:
+    def __gt__(self, o: Ends) -> Condition:
         return _lift(o, self) < self
 
-    def __ge__(self, o: Ends) -> Truth:
+    def __ge__(self, o: Ends) -> Condition:
         return _lift(o, self) <= self
 
     def __repr__(self) -> str:
@@ -370,8 +370,8 @@ class _Reader:
     def abs(self, x: Interval) -> Interval:
         return abs(x)
 
-    def where(self, c: Truth | bool, a: Ends, b: Ends) -> Interval | float | int:
-        if not isinstance(c, Truth):
+    def where(self, c: Condition | bool, a: Ends, b: Ends) -> Interval | float | int:
+        if not isinstance(c, Condition):
             return a if c else b
         model = next((v.model for v in (a, b) if isinstance(v, Interval)), STRICT)
         like = Interval(torch.zeros_like(c.yes, dtype=torch.float64), torch.zeros(()), model)
@@ -381,10 +381,10 @@ class _Reader:
         hi = torch.where(c.yes, x.hi, torch.where(c.no, y.hi, torch.maximum(x.hi, y.hi)))
         return Interval(lo, hi, model)
 
-    def eq(self, a: Ends, b: Ends) -> Truth:
+    def eq(self, a: Ends, b: Ends) -> Condition:
         x, y = _pair(a, b)
         same = (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo)
-        return Truth(same, (x.hi < y.lo) | (y.hi < x.lo))
+        return Condition(same, (x.hi < y.lo) | (y.hi < x.lo))
 
     def exp2(self, x: Interval) -> Interval:
         units = Model(max(x.model.unit, F32_UNIT) * EXP2_UNITS, x.model.tiny)
@@ -477,7 +477,7 @@ def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
     return Interval(*_unknown(size + error > F32_LARGEST, low, high), x.model)
 
 
-Interval.reader = Truth.reader = _Reader()
+Interval.reader = Condition.reader = _Reader()
 
 
 def _pair(a: Ends, b: Ends) -> tuple[Interval, Interval]:

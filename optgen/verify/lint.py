@@ -34,7 +34,7 @@ from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.formats.format import Format, Severity, Verdict, wide_reductions
+from optgen.formats.format import Format, FormatFinding, Severity, wide_reductions
 from optgen.formats.plan import Plan, Storage
 from optgen.formats.proofs import prove
 from optgen.lang import probe
@@ -138,7 +138,7 @@ def lint(recurrences: Mapping[str, Recurrence], storage: Storage, still: Collect
     return sorted(out, key=lambda f: order[f.severity])
 
 
-def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[Verdict]:
+def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[FormatFinding]:
     if fmt.exact:
         return
     yield from _of_format(fmt, nonneg)
@@ -170,7 +170,7 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[Ver
         yield "L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay"
 
 
-def _of_format(fmt: Format, nonneg: bool) -> Iterator[Verdict]:
+def _of_format(fmt: Format, nonneg: bool) -> Iterator[FormatFinding]:
     if not nonneg and not fmt.keeps_zero():
         yield "L3", "error", "the format has no exact 0: a state without gradients would drift"
     yield from fmt.findings(nonneg)
@@ -178,14 +178,14 @@ def _of_format(fmt: Format, nonneg: bool) -> Iterator[Verdict]:
         yield "L7", "warning", f"it needs {', '.join(wide)} before anything can be encoded: a second pass"
 
 
-def _l1(fmt: Format, decay: float) -> Iterator[Verdict]:
+def _l1(fmt: Format, decay: float) -> Iterator[FormatFinding]:
     stuck, largest, of = stuck_set(fmt, decay)
     if stuck:
         reason = f"to nearest, {stuck} codes up to {largest:.2g} of the {of} keep themselves under a decay of {decay:g}"
         yield "L1", "error", f"{reason}: a state without gradients never returns to 0"
 
 
-def _l2(fmt: Format, decay: float) -> Iterator[Verdict]:
+def _l2(fmt: Format, decay: float) -> Iterator[FormatFinding]:
     cell = fmt.cell()
     if cell > (1 - decay) / 2:
         reason = (
@@ -204,7 +204,7 @@ def _reach(fmt: Format, decay: float) -> str:
     return f" ({factor})" if factor.of == "factor" else ""
 
 
-def _l17(fmt: Format) -> Iterator[Verdict]:
+def _l17(fmt: Format) -> Iterator[FormatFinding]:
     try:
         bound = bounds.one_step_bound(fmt)
     except bounds.UnknownBound:
@@ -219,7 +219,7 @@ def _l17(fmt: Format) -> Iterator[Verdict]:
         yield "L17", "warning", reason
 
 
-def _l9(fmt: Format, kind: str) -> Iterator[Verdict]:
+def _l9(fmt: Format, kind: str) -> Iterator[FormatFinding]:
     what, moves, halves = ("maximum", "climbs", "upward") if kind == "max" else ("minimum", "sinks", "downward")
     if fmt.noise_bits:
         reason = f"a running {what} {moves} on the {halves} halves of stochastic rounding and never comes back"
