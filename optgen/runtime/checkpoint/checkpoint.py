@@ -16,7 +16,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -180,24 +181,24 @@ def read(
     tensors, dicts, lists and tuples. Raises ValueError listing all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
-    saved_groups, saved_state = parts(saved, misfits)
-    old = _before_axes(saved_groups)
-    saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
+    saved_groups, saved_state, old = _present(*parts(saved, misfits), misfits)
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
     _take_streams(merged, saved_groups, order, saved.get(options.UNNAMED) is True)
-    _take_overrides(cls, groups, merged, saved_groups, order)
-    if cls.BLOCKS:
-        _take_blocks(cls, groups, merged, saved_groups, order)
+    _take_settings(cls, groups, merged, saved_groups, order)
     beside = {key for group in saved_groups for key in _listed(group, options.BESIDE)} - set(order.values())
-    _known_ids(order, saved_state, beside, misfits)
+    known = {*order.values(), *beside}
+    for key in saved_state:
+        if key not in known:
+            misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     for group, saved_group, labels in zip(merged, saved_groups, labels_of(merged), strict=True):
+        reading = _Reading(cls, group, saved_group, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
-        absent = _read_group(cls, group, saved_group, labels, numbers, saved_state, old, misfits, loaded)
+        absent = reading.read(labels, numbers, saved_state, old)
         missing += [name for p, name in absent if not started or state.of(present, p)]
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     _agree(cls, merged, saved_state, misfits)
@@ -208,52 +209,6 @@ def read(
             cls,
         )
     return loaded
-
-
-def _read_group(
-    cls: Any,
-    group: Mapping[str, Any],
-    saved_group: Mapping[str, Any],
-    labels: Sequence[plans.Label],
-    numbers: Sequence[Any],
-    saved: Mapping[Any, Any],
-    old: Collection[Any],
-    misfits: Misfits,
-    loaded: Loaded,
-) -> list[tuple[Tensor, str]]:
-    """Read the states of a group's parameters into `loaded`; returns those that have none in the checkpoint.
-
-    numbers   the parameters' numbers in the checkpoint
-    old       the numbers of parameters whose states are from before AXES
-    """
-    own = "plan" in saved_group  # else of torch.optim or another package
-    kept = _listed(saved_group, options.ENTRIES)
-    rows = list(zip(group["params"], labels, numbers, strict=True))
-    arena = _arena(cls, group, {label: p for p, label, number in rows if _is_there(saved.get(number))})
-    names = numbers if group.get("param_names") is None else group["param_names"]
-    absent: list[tuple[Tensor, str]] = []
-    for (p, label, number), name in zip(rows, names, strict=True):
-        entry, extra = saved.get(number), {}
-        if own:
-            entry = renamed(cls, group, p, label, entry)
-        if kept and isinstance(entry, Mapping):
-            mine = kept - _names(cls, group, p, label)
-            extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
-            entry = {key: value for key, value in entry.items() if key not in mine}
-        if _is_there(entry):
-            where = state.label(p, name if isinstance(name, (str, int)) else str(name))
-            if number in old and (said := _misread(select(cls, group, p, label)[2], p)):
-                misfits.add(f"{where}: {said}")
-                continue
-            source = _opened_entry(cls, group, p, label, entry, own, where, misfits)
-            made = None if source is None else _state(source, arena, loaded.rounded, misfits)
-            if made is not None:
-                loaded.states[p] = made
-        elif p.requires_grad:
-            absent.append((p, str(name)))
-        if extra:
-            loaded.states.setdefault(p, {}).update(extra)
-    return absent
 
 
 def _agree(cls: Any, groups: Groups, saved: Mapping[Any, Any], misfits: Misfits) -> None:
@@ -298,9 +253,12 @@ def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
 
 def _present(
     groups: list[Mapping[str, Any]], entries: Mapping[Any, Any], misfits: Misfits
-) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
-    """Return groups and states in the present version. Groups without a plan, as of torch.optim, stay as they are."""
-    made, states = [], dict(entries)
+) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any], set[Any]]:
+    """Return groups and states in the present version, and the numbers of parameters from before AXES.
+
+    Groups without a plan, as of torch.optim, stay as they are.
+    """
+    made, states, old = [], dict(entries), set[Any]()
     for i, group in enumerate(groups):
         if "plan" not in group:
             if "format" in group:
@@ -315,18 +273,9 @@ def _present(
             continue
         made.append(found)
         states |= own
+        old.update(group["params"] if group.get("format", 0) < AXES else ())
     misfits.stop()
-    return made, states
-
-
-def _before_axes(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
-    """Return the numbers of the parameters in groups from before AXES."""
-    found: set[Any] = set()
-    for group in groups:
-        version = group.get("format", 0)
-        if "plan" in group and type(version) is int and version < AXES:
-            found.update(group["params"])
-    return found
+    return made, states, old
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
@@ -506,49 +455,54 @@ def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Map
 
     unnamed   the saved optimizer had no names, so that bits were drawn by positions
     """
-    found: dict[Any, plans.Label] = {}
-    for group, labels in zip(saved, labels_of(saved), strict=True):
-        own = keys.streams(group) | (dict(zip(labels, labels, strict=True)) if unnamed else {})
-        found.update((n, own[label]) for n, label in zip(group["params"], labels, strict=True) if label in own)
+    found = _settings(saved, keys.streams)
     for group, other, labels in zip(merged, saved, labels_of(merged), strict=True):
-        if "plan" in other:
-            pairs = [(label, found.get(order[id(p)], label)) for p, label in zip(group["params"], labels, strict=True)]
-            group.pop("streams", None)
-            if any(label != stream for label, stream in pairs):
-                group["streams"] = tuple(pairs)
+        if "plan" not in other:
+            continue
+        pairs = []
+        for p, label in zip(group["params"], labels, strict=True):
+            position, stream = found[order[id(p)]]
+            pairs.append((label, position if unnamed else label if stream is None else stream))
+        group.pop("streams", None)
+        if any(label != stream for label, stream in pairs):
+            group["streams"] = tuple(pairs)
 
 
-def _take_overrides(
+def _settings(
+    groups: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]]
+) -> dict[Any, tuple[plans.Label, Any]]:
+    """Return (label, setting or None) of each parameter number, as `read` finds the settings in a saved group."""
+    return {
+        number: (label, own.get(label))
+        for group, labels in zip(groups, labels_of(groups), strict=True)
+        for own in (read(group),)
+        for number, label in zip(group["params"], labels, strict=True)
+    }
+
+
+def _take_settings(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
-    """Give merged groups the checkpoint's plans of single parameters, under the present names.
+    """Give merged groups the checkpoint's plans and blocks of single parameters, under the present names.
 
-    Groups of other packages have none and change nothing. Warns if the plans differ from the optimizer's.
+    Groups of other packages have none and change nothing. Warns if they differ from the optimizer's.
     """
-    changed = _take("overrides", plans.own, groups, merged, saved, order)
-    if changed:
+    head, more = f"{cls.__name__}.load_state_dict: the checkpoint", " (and others)"
+    if changed := _take("overrides", plans.own, groups, merged, saved, order):
         label, was, now = changed[0]
+        names = {None: "the plan of its group", plans.FULL: "fp32 states"}
         warn(
-            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
-            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(str(now))}, not "
-            f"{_named(str(was))}{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint "
-            f"another plan",
+            f"{head} keeps {len(changed)} parameters otherwise than the `overrides` of this optimizer say, and is "
+            f"followed: {label!r} under {names.get(now, now)}, not {names.get(was, was)}{more * (len(changed) > 1)}; "
+            f"`optgen convert` gives a checkpoint another plan",
             cls,
         )
-
-
-def _take_blocks(
-    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
-) -> None:
-    """Do the same for the blocks of single parameters."""
-    changed = _take("blocks", lambda group: blocks.of(cls, group), groups, merged, saved, order)
-    if changed:
-        label, was, now = changed[0]
-        was, now = (f"{count} blocks" if count else "a block for each row" for count in (was, now))
+    if cls.BLOCKS and (changed := _take("blocks", partial(blocks.of, cls), groups, merged, saved, order)):
+        label, *counts = changed[0]
+        was, now = (f"{count} blocks" if count else "a block for each row" for count in counts)
         warn(
-            f"{cls.__name__}.load_state_dict: the checkpoint has {len(changed)} parameters in other blocks than the "
-            f"`blocks` of this optimizer say, and is followed: {label!r} in {now}, not {was}"
-            f"{' (and others)' if len(changed) > 1 else ''}",
+            f"{head} has {len(changed)} parameters in other blocks than the `blocks` of this optimizer say, and is "
+            f"followed: {label!r} in {now}, not {was}{more * (len(changed) > 1)}",
             cls,
         )
 
@@ -565,39 +519,18 @@ def _take(
 
     Returns (label, this optimizer's setting, the checkpoint's) where they differ.
     """
-    theirs: dict[Any, Any] = {}
-    for group, labels in zip(saved, labels_of(saved), strict=True):
-        own = read(group)
-        theirs.update((n, own.get(label)) for n, label in zip(group["params"], labels, strict=True))
-    changed: list[tuple[plans.Label, Any, Any]] = []
-    for i, (present, group, other) in enumerate(zip(groups, merged, saved, strict=True)):
-        before, after = labels_of(groups)[i], labels_of(merged)[i]
-        own = read(present)
-        if "plan" in other:
-            found = [theirs[order[id(p)]] for p in group["params"]]
-            changed += [
-                (label, own.get(old), value)
-                for p, old, label, value in zip(group["params"], before, after, found, strict=True)
-                if value != own.get(old) and p.requires_grad and "plan" in present
-            ]
-        else:
-            found = [own.get(label) for label in before]
+    theirs = _settings(saved, read)
+    changed, pairs = [], zip(labels_of(groups), labels_of(merged), strict=True)
+    for present, group, other, (before, after) in zip(groups, merged, saved, pairs, strict=True):
+        mine = [read(present).get(label) for label in before]
+        found = [theirs[order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
+        if "plan" in present:
+            rows = zip(group["params"], after, mine, found, strict=True)
+            changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
         group.pop(key, None)
-        kept = tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None)
-        if kept:
+        if kept := tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None):
             group[key] = kept
     return changed
-
-
-def _named(value: str) -> str:
-    return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
-
-
-def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], beside: Collection[str], misfits: Misfits) -> None:
-    known = {*order.values(), *beside}
-    for key in saved:
-        if key not in known:
-            misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
 
 
 def select(
@@ -671,318 +604,300 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tens
     return Arena(sizes)
 
 
-class _Source(NamedTuple):
-    """The saved state of a parameter, decoded if another package made it.
+@dataclass(frozen=True)
+class _Reading:
+    """The states of a group's parameters, read into `loaded`."""
 
-    target   the parameter that the optimizer has
-    p        its values where its states are: on a sharded parameter this rank's part, or all of it if gathered
-    own      an optgen optimizer saved the state
-    entry    the state without keys of value None
-    codes    codes and scales of another package, which the plan may read as they are
+    cls: Any
+    group: Mapping[str, Any]
+    saved: Mapping[str, Any]
+    misfits: Misfits
+    loaded: Loaded
+
+    @property
+    def own(self) -> bool:
+        """True for a group of optgen, False for one of torch.optim or another package."""
+        return "plan" in self.saved
+
+    def read(
+        self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any], old: Collection[Any]
+    ) -> list[tuple[Tensor, str]]:
+        """Read the states; returns the parameters that have none in the checkpoint, and their names.
+
+        numbers   the parameters' numbers in the checkpoint
+        old       the numbers of parameters whose states are from before AXES
+        """
+        cls, group, misfits = self.cls, self.group, self.misfits
+        kept = _listed(self.saved, options.ENTRIES)
+        rows = list(zip(group["params"], labels, numbers, strict=True))
+        arena = _arena(cls, group, {label: p for p, label, number in rows if _is_there(saved.get(number))})
+        names = numbers if group.get("param_names") is None else group["param_names"]
+        absent: list[tuple[Tensor, str]] = []
+        for (p, label, number), name in zip(rows, names, strict=True):
+            entry, extra = saved.get(number), {}
+            if self.own:
+                entry = renamed(cls, group, p, label, entry)
+            if kept and isinstance(entry, Mapping):
+                mine = kept - _names(cls, group, p, label)
+                extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
+                entry = {key: value for key, value in entry.items() if key not in mine}
+            if _is_there(entry):
+                where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+                if number in old and (said := _misread(select(cls, group, p, label)[2], p)):
+                    misfits.add(f"{where}: {said}")
+                    continue
+                source = self.opened(p, label, entry, where)
+                made = None if source is None else source.read(arena)
+                if made is not None:
+                    self.loaded.states[p] = made
+            elif p.requires_grad:
+                absent.append((p, str(name)))
+            if extra:
+                self.loaded.states.setdefault(p, {}).update(extra)
+        return absent
+
+    def opened(self, target: Tensor, label: plans.Label, entry: Any, where: str) -> _Source | None:
+        """Return the source of a parameter's state; None if there is nothing to read, or misfits were found."""
+        if not isinstance(entry, Mapping):
+            self.misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
+            return None
+        found = {key: value for key, value in entry.items() if value is not None}
+        for key, value in found.items():
+            if isinstance(value, Tensor) and (kind := without_values(value)):
+                self.misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
+                return None
+        if not found:
+            return None
+        p, parts, exact, codes, errors = target, None, None, {}, None
+        try:
+            plan_name, plan, variant = select(self.cls, self.group, p, label)
+            if not self.own:
+                errors = found.get("error_bits")
+                codes = reader().codes(found, variant.states)
+                found = reader().dense(found, variant.states, tuple(p.shape))
+            variant = held(self.cls, self.group, p, label, variant, found)
+            where = f"{where}, plan {plan_name}"
+            p = state.at_home(p)
+            if sharding.is_sharded(p):
+                parts = sharding.Parts.of(p, variant)
+                p, found = parts.weight(p), parts.taken(found)
+                errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
+            if not self.own:
+                exact = reader().weight({"error_bits": errors}, p, self.group.get("master_bytewidth"))
+        except (TypeError, ValueError) as error:
+            self.misfits.add(f"{where}: {error}")
+            return None
+        return _Source(self, plan, variant, target, p, parts, found, codes, exact, where)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The saved state of one parameter, and what it is read for.
+
+    target   the parameter; p is the same, or if it is sharded this rank's part of it or a copy of all of it
+    parts    the layout of a sharded parameter
+    codes    (codes, scales) of the states of another package, which the plan may read as they are
     exact    the full weight, if another package saved it
     where    the parameter and its plan, as misfits call it
     """
 
+    reading: _Reading
     plan: Pair
     variant: Variant
     target: Tensor
     p: Tensor
     parts: sharding.Parts | None
-    own: bool
     entry: Mapping[str, Any]
     codes: Mapping[str, tuple[Tensor, Tensor]]
     exact: Tensor | None
     where: str
 
-    def of_target(self, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (parameter, its new values) for `Loaded.rounded`, of this rank's part if the parameter is sharded."""
-        if self.parts is None:
-            return self.target, shown
-        if self.parts.gathered:  # p is a copy of all of it
-            return sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
-        return self.p, shown
+    def misfit(self, line: str) -> None:
+        self.reading.misfits.add(f"{self.where}: {line}")
 
+    def read(self, arena: Arena) -> state.State:
+        """Return the state, which is of no use if misfits were found."""
+        variant, misfits = self.variant, self.reading.misfits.lines
+        before, dense = len(misfits), not self.reading.own and is_dense(variant, self.p, self.entry)
+        expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
+        for key in sorted(map(str, self.entry.keys() - expected)):
+            self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
+        made = self._scalars(dense)
+        whole, shown = self._assembled() if dense else {}, None
+        if dense:
+            self._numbers({**self.entry, **whole}, variant.states, variant.nonneg)
+        else:
+            self._copy(made, arena)
+        if len(misfits) == before:
+            shown = self._encode(made, arena, whole) if dense else self._checked(made)
+        if shown is not None:
+            self._write_later(shown)
+        return made if self.parts is None else self.parts.wrapped(made)
 
-def _opened_entry(
-    cls: Any,
-    group: Mapping[str, Any],
-    p: Tensor,
-    label: plans.Label,
-    entry: Any,
-    own: bool,
-    where: str,
-    misfits: Misfits,
-) -> _Source | None:
-    """Return the source of a parameter's state; None, with misfits unless it is empty, if there is nothing to read."""
-    if not isinstance(entry, Mapping):
-        misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
-        return None
-    found = {key: value for key, value in entry.items() if value is not None}
-    if not found:
-        return None
-    for key, value in found.items():
-        if isinstance(value, Tensor) and (kind := without_values(value)):
-            misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
+    def _scalars(self, dense: bool) -> dict[str, Any]:
+        """Return `step` and the host states.
+
+        torch's SGD counts no steps. If its buffer is there, a step was made, which is all that a rule without a count
+        needs to know.
+        """
+        made: dict[str, Any] = {"step": 1}
+        if "step" in self.entry:
+            made["step"] = state.step_count(self.entry["step"])
+            if made["step"] is None:
+                self.misfit(f"step: expected a whole number >= 0, got {self.entry['step']!r}")
+        elif not dense and set(self.variant.names) - set(self.variant.states):
+            self.misfit("step: expected a whole number >= 0, it is missing")
+        for name in self.variant.host_names:
+            made[name] = as_float(self.entry.get(name))
+            if made[name] is None:
+                self.misfit(f"{name}: expected a number, got {self.entry.get(name, 'nothing')!r}")
+        return made
+
+    def _copy(self, made: dict[str, Any], arena: Arena) -> None:
+        """Copy the variant's fields into `made`, contiguous and on p's device; floats are cast to the field's dtype."""
+        for f in self.variant.fields:
+            shape, value = layout.field_shape(f, self.p.shape), self.entry.get(f.name)
+            want = state.describe(f.torch_dtype, shape)
+            if not isinstance(value, Tensor):
+                got = "it is missing" if value is None else f"got {_short(value)}"
+                self.misfit(f"{f.name}: expected {want}, {got}")
+                continue
+            floats = f.torch_dtype.is_floating_point and value.is_floating_point()
+            if tuple(value.shape) != shape or not (floats or value.dtype == f.torch_dtype):
+                self.misfit(f"{f.name}: expected {want}, got {_short(value)}")
+            else:
+                made[f.name] = state.zeros(f, self.p, arena).copy_(value.detach())
+
+    def _checked(self, made: Mapping[str, Any]) -> Tensor | None:
+        """Check the numbers of copied fields; returns new values of p if it is rounded anew.
+
+        It is if p was cast from the weight whose low bits are in `made`: a cast rounds ties to even and a split weight
+        rounds them up, so that the weight would differ in its last place. Low bits of any other weight belong to a p
+        that is loaded later.
+        """
+        plan, variant, p = self.plan, self.variant, self.p
+        floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
+        self._numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg})
+        coded = [n for n in variant.states if not variant.is_plain(n)]
+        read = layout.decode(plan, variant, p, made, coded) if coded else {}
+        self._numbers(read, coded, variant.nonneg)
+        self._headers(made, read)
+        own = [f.name for f in variant.fields if f.owner == "p"]
+        exact = low_bits.exact(p) if own else None
+        if exact is None:
             return None
-    target, parts, exact, codes, errors = p, None, None, {}, None
-    try:
-        plan_name, plan, variant = select(cls, group, p, label)
-        if not own:
-            errors = found.get("error_bits")
-            codes = reader().codes(found, variant.states)
-            found = reader().dense(found, variant.states, tuple(p.shape))
-        variant = held(cls, group, p, label, variant, found)
-    except (TypeError, ValueError) as error:
-        misfits.add(f"{where}: {error}")
-        return None
-    where = f"{where}, plan {plan_name}"
-    try:
-        p = state.at_home(p)
-        if sharding.is_sharded(p):
-            parts = sharding.Parts.of(p, variant)
-            p, found = parts.weight(p), parts.taken(found)
-            errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
-        if not own:
-            exact = reader().weight({"error_bits": errors}, p, group.get("master_bytewidth"))
-    except ValueError as error:
-        misfits.add(f"{where}: {error}")
-        return None
-    return _Source(plan, variant, target, p, parts, own, found, codes, exact, where)
+        same = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, exact)
+        return same["p"] if all(torch.equal(same[name], made[name]) for name in own) else None
 
+    def _numbers(self, values: Mapping[str, Any], names: Iterable[str], nonneg: Collection[str]) -> None:
+        """Add a misfit for every tensor with NaN, and for tensors of `nonneg` with negative numbers.
 
-def _state(source: _Source, arena: Arena, rounded: list[tuple[Tensor, Tensor]], misfits: Misfits) -> state.State | None:
-    """Return the state that a source holds; its misfits are added, and then the result is of no use."""
-    before, variant = len(misfits.lines), source.variant
-    dense = not source.own and is_dense(variant, source.p, source.entry)
-    expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
-    for key in sorted(map(str, source.entry.keys() - expected)):
-        misfits.add(f"{source.where}: {key}: not expected (it has {', '.join(sorted(expected))})")
-    made = _scalars(variant, source.entry, dense, source.where, misfits)
-    fill = _encode_dense if dense else _copy_fields
-    rounds = fill(source, made, arena, before, misfits)
-    _write_later(rounds, rounded, source.where, misfits)
-    return made if source.parts is None else source.parts.wrapped(made)
+        Both come from a run that diverged, or a damaged file.
+        """
+        for name in names:
+            t = values[name]
+            if wrong := int(t.isnan().sum()):
+                self.misfit(f"{name}: expected numbers, {wrong} of {t.numel()} are NaN")
+            if name in nonneg and (wrong := int((t < 0).sum())):
+                self.misfit(f"{name}: expected numbers >= 0, {wrong} of {t.numel()} are negative")
 
+    def _headers(self, made: Mapping[str, Any], read: Mapping[str, Tensor]) -> None:
+        """Add a misfit for block headers that their format never writes, and for states that decode to infinity.
 
-def _encode_dense(
-    source: _Source, made: dict[str, Any], arena: Arena, before: int, misfits: Misfits
-) -> list[tuple[Tensor, Tensor]]:
-    """Encode dense states into `made`; returns the weights that are rounded anew, and their new values.
+        read   the decoded states
+        """
+        for f in self.variant.fields:
+            if f.most is None:
+                continue
+            kept = made[f.name]
+            value = kept.to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
+            fits = (value >= f.least) & (value <= f.most)
+            if f.low:
+                fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
+            if wrong := int((~fits & (kept != f.zero)).sum()):
+                self.misfit(f"{f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
+            if f.owner in read and (wrong := int(read[f.owner].isinf().sum())):
+                self.misfit(f"{f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
 
-    before   the number of misfits at which nothing is wrong with this parameter
-    """
-    plan, variant, p, parts, where = source.plan, source.variant, source.p, source.parts, source.where
-    apart = variant.of_whole and parts is not None and not parts.gathered and bool(parts.layout.dims())
-    assembled: dict[str, Tensor] = {}
-    if apart and parts is not None:  # even if this rank found misfits: the others would wait for it
-        assembled = parts.assembled({key: source.entry[key].to(p.device) for key in variant.states})
-    _numbers({**source.entry, **assembled}, variant.states, variant.nonneg, where, misfits)
-    if len(misfits.lines) > before:
-        return []
-    values = {key: source.entry[key].to(p.device) for key in variant.states}
-    room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
-    exact = low_bits.exact(p) if source.exact is None else source.exact
-    wanted = variant.names if exact is None else (*variant.names, "p")
-    if apart and parts is not None:
-        made.update(_encode_apart(plan, variant, p, parts, assembled, room))
-        wanted = tuple(name for name in wanted if name not in made)
-    made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
-    if source.codes and parts is None:
-        _keep_codes(plan, variant, p, values, source.codes, made)
-    return [] if exact is None else [source.of_target(made.pop("p"))]
+    def _assembled(self) -> dict[str, Tensor]:
+        """Return the dense states of the whole tensor, if their formats need its statistics and ranks hold parts.
 
+        All ranks call this, also those that found misfits: the others would wait for them.
+        """
+        parts = self.parts
+        if parts is None or not self.variant.of_whole or parts.gathered or not parts.layout.dims():
+            return {}
+        return parts.assembled({key: self.entry[key].to(self.p.device) for key in self.variant.states})
 
-def _copy_fields(
-    source: _Source, made: dict[str, Any], arena: Arena, before: int, misfits: Misfits
-) -> list[tuple[Tensor, Tensor]]:
-    """Copy the variant's own fields into `made`; returns as `_encode_dense` does."""
-    plan, variant, p, where = source.plan, source.variant, source.p, source.where
-    for f in variant.fields:
-        tensor = _field(f, p, source.entry.get(f.name), where, misfits, arena)
-        if tensor is not None:
-            made[f.name] = tensor
-    if len(misfits.lines) > before:
-        return []
-    floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
-    _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
-    coded = [n for n in variant.states if not variant.is_plain(n)]
-    read = layout.decode(plan, variant, p, made, coded) if coded else {}
-    _numbers(read, coded, variant.nonneg, where, misfits)
-    _headers(made, read, variant.fields, where, misfits)
-    return [source.of_target(shown) for _, shown in _true_rounding(plan, variant, p, made)]
+    def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
+        """Encode dense states into `made`; returns the new values of p if its full weight is known.
 
+        whole   the states of the whole tensor, where this rank encodes its part of them
+        """
+        plan, variant, p, parts = self.plan, self.variant, self.p, self.parts
+        values = {key: self.entry[key].to(p.device) for key in variant.states}
+        room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
+        exact = low_bits.exact(p) if self.exact is None else self.exact
+        if whole and parts is not None:
+            like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)  # states do not depend on it
+            fields = [f for f in variant.fields if f.owner in whole]
+            found = layout.encode(plan, variant, like, whole, [f.name for f in fields])
+            for f in fields:
+                made[f.name] = room[f.name].copy_(sharding.part_of(found[f.name], parts.field(f)))
+        wanted = [name for name in (*variant.names, *(() if exact is None else ("p",))) if name not in made]
+        made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
+        if self.codes and parts is None:
+            self._keep_codes(values, made)
+        return None if exact is None else made.pop("p")
 
-def _write_later(
-    found: list[tuple[Tensor, Tensor]], rounded: list[tuple[Tensor, Tensor]], where: str, misfits: Misfits
-) -> None:
-    """Record the new values of weights; a weight that cannot be written is a misfit."""
-    for p, shown in found:
+    def _keep_codes(self, values: Mapping[str, Tensor], made: dict[str, Any]) -> None:
+        """Keep another package's codes and scales in `made` if the plan decodes them to the same numbers.
+
+        Encoding the numbers would not give the same codes if a table has no -1: a block's largest magnitude may then be
+        less than the scale that it was encoded with.
+        """
+        variant, p, trial, changed = self.variant, self.p, dict(made), []
+        for name, kept in self.codes.items():
+            own = {f.name: f for f in variant.fields if f.owner == name}
+            to, beside = own.get(f"{name}_codes"), own.get(f"{name}_scale")
+            if to is None or beside is None or len(own) > 2:
+                continue
+            if layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per:
+                continue
+            rows = [(f, layout.field_shape(f, p.shape), t) for f, t in zip((to, beside), kept, strict=True)]
+            if all((f.torch_dtype, math.prod(shape)) == (t.dtype, t.numel()) for f, shape, t in rows):
+                changed.append(name)
+                trial.update((f.name, t.reshape(shape).to(p.device, copy=True)) for f, shape, t in rows)
+        read = layout.decode(self.plan, variant, p, trial, changed) if changed else {}
+        for name in changed:
+            if torch.equal(read[name], values[name].to(torch.float32)):
+                for field in (f"{name}_codes", f"{name}_scale"):
+                    made[field].copy_(trial[field])
+
+    def _write_later(self, shown: Tensor) -> None:
+        """Record new values of the parameter, of this rank's part if it is sharded; misfit if it cannot be written."""
+        p = self.p
+        if self.parts is None:
+            p = self.target
+        elif self.parts.gathered:  # p is a copy of all of it
+            p, shown = sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
         if state.of_inference(p):
-            misfits.add(f"{where}: the parameter {state.INFERENCE}")
-        rounded.append((p, shown))
-
-
-def _encode_apart(
-    plan: Pair,
-    variant: Variant,
-    p: Tensor,
-    parts: sharding.Parts,
-    values: Mapping[str, Tensor],
-    room: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Encode states whose formats need statistics of the whole tensor, and return this rank's parts.
-
-    p       this rank's part of the parameter; the states do not depend on its values
-    values  the states of the whole tensor
-    room    tensors to write the parts into
-    """
-    like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)
-    fields = [f for f in variant.fields if f.owner in values]
-    found = layout.encode(plan, variant, like, values, [f.name for f in fields])
-    return {f.name: room[f.name].copy_(sharding.part_of(found[f.name], parts.field(f))) for f in fields}
-
-
-def _keep_codes(
-    plan: Pair,
-    variant: Variant,
-    p: Tensor,
-    values: Mapping[str, Tensor],
-    codes: Mapping[str, tuple[Tensor, Tensor]],
-    made: dict[str, Any],
-) -> None:
-    """Keep another package's codes and scales in `made` if the plan decodes them to the same numbers.
-
-    Encoding the numbers would not give the same codes if a table has no -1: a block's largest magnitude may then be
-    less than the scale that it was encoded with.
-    """
-    trial = dict(made)
-    for name, (code, scale) in codes.items():
-        own = {f.name: f for f in variant.fields if f.owner == name}
-        to, beside = own.get(f"{name}_codes"), own.get(f"{name}_scale")
-        if to is None or beside is None or len(own) > 2:
-            continue
-        if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
-            continue
-        shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
-        whole = layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per == 0
-        if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
-            trial[to.name] = code.reshape(shapes[0]).to(p.device, copy=True)
-            trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)
-    changed = [name for name in codes if trial.get(f"{name}_codes") is not made.get(f"{name}_codes")]
-    read = layout.decode(plan, variant, p, trial, changed) if changed else {}
-    for name in changed:
-        if torch.equal(read[name], values[name].to(torch.float32)):
-            for field in (f"{name}_codes", f"{name}_scale"):
-                made[field].copy_(trial[field])
-
-
-def _true_rounding(
-    plan: Pair, variant: Variant, p: Tensor, made: Mapping[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return (p, its new value) if p was cast from the weight whose low bits are in `made`.
-
-    A cast rounds ties to even and a split weight rounds them up: without this the weight would differ in its last
-    place. Low bits of any other weight belong to a p that is loaded later.
-    """
-    own = [f.name for f in variant.fields if f.owner == "p"]
-    exact = low_bits.exact(p) if own else None
-    if exact is None:
-        return []
-    same = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, exact)
-    return [(p, same["p"])] if all(torch.equal(same[name], made[name]) for name in own) else []
-
-
-def _numbers(
-    values: Mapping[str, Tensor], names: Iterable[str], nonneg: Collection[str], where: str, misfits: Misfits
-) -> None:
-    """Add a misfit for every tensor with NaN, and for tensors of `nonneg` with negative numbers.
-
-    Both come from a run that diverged, or a damaged file.
-    """
-    for name in names:
-        wrong = int(values[name].isnan().sum())
-        if wrong:
-            misfits.add(f"{where}: {name}: expected numbers, {wrong} of {values[name].numel()} are NaN")
-        wrong = int((values[name] < 0).sum()) if name in nonneg else 0
-        if wrong:
-            misfits.add(f"{where}: {name}: expected numbers >= 0, {wrong} of {values[name].numel()} are negative")
-
-
-def _headers(
-    values: Mapping[str, Tensor], read: Mapping[str, Tensor], fields: Iterable[Field], where: str, misfits: Misfits
-) -> None:
-    """Add a misfit for every field of block headers with a value that its format never writes, or that decodes to
-    infinity.
-
-    read   the decoded states
-    """
-    for f in fields:
-        if f.most is None:
-            continue
-        value = values[f.name].to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
-        fits = (value >= f.least) & (value <= f.most)
-        if f.low:
-            fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
-        wrong = int((~fits & (values[f.name] != f.zero)).sum())
-        if wrong:
-            misfits.add(f"{where}: {f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
-        wrong = int(read[f.owner].isinf().sum()) if f.owner in read else 0
-        if wrong:
-            misfits.add(f"{where}: {f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
+            self.misfit(f"the parameter {state.INFERENCE}")
+        self.reading.loaded.rounded.append((p, shown))
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
     """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
-    if not variant.fields:
-        return False
     few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
-    dense = all(
+    own = [f for f in variant.fields if f.name not in variant.states]
+    if any(f.name in found for f in own) or not all(
         isinstance(value := found.get(name), Tensor)
         and value.is_floating_point()
         and tuple(value.shape) == few.get(name, tuple(p.shape))
         for name in variant.states
-    )
-    own = [f for f in variant.fields if f.name not in variant.states]
-    if not dense or any(f.name in found for f in own):
+    ):
         return False
     return bool(own) or any(not f.torch_dtype.is_floating_point for f in variant.fields)
-
-
-def _scalars(variant: Variant, found: Mapping[str, Any], dense: bool, where: str, misfits: Misfits) -> dict[str, Any]:
-    """Return `step` and the host states of an entry.
-
-    torch's SGD counts no steps. If its buffer is there, a step was made, which is all that a rule without a count
-    needs to know.
-    """
-    own = set(variant.names) - set(variant.states)
-    made: dict[str, Any] = {"step": 1}
-    if "step" in found:
-        step = state.step_count(found["step"])
-        if step is None:
-            misfits.add(f"{where}: step: expected a whole number >= 0, got {found['step']!r}")
-        made["step"] = step
-    elif own and not dense:
-        misfits.add(f"{where}: step: expected a whole number >= 0, it is missing")
-    for name in variant.host_names:
-        number = as_float(found.get(name))
-        if number is None:
-            misfits.add(f"{where}: {name}: expected a number, got {found.get(name, 'nothing')!r}")
-        made[name] = number
-    return made
-
-
-def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena: Arena) -> Tensor | None:
-    """Copy a saved field to p's device as a contiguous tensor; floats are cast to the declared dtype."""
-    want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
-    if not isinstance(value, Tensor):
-        got = "it is missing" if value is None else f"got {_short(value)}"
-        misfits.add(f"{where}: {f.name}: expected {want}, {got}")
-        return None
-    floats = f.torch_dtype.is_floating_point and value.is_floating_point()
-    if tuple(value.shape) != layout.field_shape(f, p.shape) or not (floats or value.dtype == f.torch_dtype):
-        misfits.add(f"{where}: {f.name}: expected {want}, got {state.describe(value.dtype, tuple(value.shape))}")
-        return None
-    return state.zeros(f, p, arena).copy_(value.detach())
 
 
 def dense_entry(plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
