@@ -1,4 +1,4 @@
-"""What a step costs the host beside its kernels: `python tools/bench_host.py [--out FILE]`.
+"""Measure the host time of a step without its kernels: `python tools/bench_host.py [--out FILE]`.
 
 Every contender steps over the tensors of a model, each of eight elements, and what its kernels would do is left out
 where it can be: launches of Triton kernels are stubbed, of generated optimizers as of FlashOptim's, and C++ kernels are
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -125,7 +123,7 @@ class Nothing:
 
 
 def stub_kernels(module: ModuleType) -> None:
-    """All Triton kernels of a module do nothing."""
+    """Replace all Triton kernels of a module by ones that do nothing."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import KernelInterface
 
@@ -136,7 +134,7 @@ def stub_kernels(module: ModuleType) -> None:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Tensors of the CPU say that they are on a GPU, and torch that there is one."""
+    """Let tensors on the CPU report that they are on a GPU, and torch that there is one."""
     before = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment,method-assign]
@@ -213,15 +211,13 @@ def main() -> int:
     stubs = Stubs()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     data: dict[str, Any] = {
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+        "versions": {name: v for name in ("torch", "triton", "flashoptim") if (v := benchmark.installed(name))},
         "python": platform.python_version(),
-        "processor": processor(),
+        "processor": benchmark.cpu_model(),
         "cores": os.cpu_count(),
         "target_of_fused": TARGET,
         "models": {},
     }
-    with suppress(importlib.metadata.PackageNotFoundError):
-        data["versions"]["flashoptim"] = importlib.metadata.version("flashoptim")
     for name, listed in MODELS.items():
         times, missing = measure(len(listed()), chosen.rounds, chosen.steps, stubs)
         data["models"][name] = {
@@ -235,17 +231,9 @@ def main() -> int:
     text = markdown(data)
     print(text)
     if chosen.out:
-        chosen.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        chosen.out.with_suffix(".md").write_text(text, encoding="utf-8")
+        benchmark.save(chosen.out.with_suffix(".json"), data)
+        benchmark.write(chosen.out.with_suffix(".md"), text)
     return 0
-
-
-def processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -261,11 +249,12 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     for name, found in data["models"].items():
         base = found["contenders"].get("torch AdamW, foreach", {}).get("median_ms")
-        lines += ["", f"## {name}", "", "| | ms, median | ms, least | of torch's foreach |", "|---|---|---|---|"]
-        for key, x in found["contenders"].items():
-            ratio = f"{x['median_ms'] / base:.3f}" if base else ""
-            lines.append(f"| {key} | {x['median_ms']:.3f} | {x['least_ms']:.3f} | {ratio} |")
-        lines += [f"| {key} | not here: {why} | | |" for key, why in found["missing"].items()]
+        rows = [
+            [key, f"{x['median_ms']:.3f}", f"{x['least_ms']:.3f}", f"{x['median_ms'] / base:.3f}" if base else ""]
+            for key, x in found["contenders"].items()
+        ] + [[key, f"not here: {why}", "", ""] for key, why in found["missing"].items()]
+        head = ("", "ms, median", "ms, least", "of torch's foreach")
+        lines += ["", f"## {name}", "", *benchmark.table(head, rows)[:-1]]
     return "\n".join(lines) + "\n"
 
 

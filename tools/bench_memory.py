@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from prose import table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -138,28 +139,16 @@ def run(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def table(rows: Sequence[dict[str, Any]], name: str, versions: str) -> Iterator[str]:
+def document(rows: Sequence[dict[str, Any]], name: str, versions: str) -> Iterator[str]:
     first = rows[0]
     where = "torch.cuda.max_memory_allocated" if first["device"] == "cuda" else "largest resident set"
     yield f"# Peak memory of training steps: {name}\n"
     yield f"{first['parameters']:,} parameters; {where}, above that before the model was made; {versions}.\n"
-    yield "| bytes per parameter | peak of a step | of the first step | counted |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        peaks = f"{row['per_parameter']:.2f} | {row['first']:.2f}"
-        yield f"| {WAYS[row['way']]} | {peaks} | {row['counted']:.2f} |"
+    cells = [[WAYS[r["way"]], *(f"{r[key]:.2f}" for key in ("per_parameter", "first", "counted"))] for r in rows]
+    yield from table(("bytes per parameter", "peak of a step", "of the first step", "counted"), cells)
     yield "\n*Counted*: weights, states, and gradients where they wait for the step.  The rest is the gradients of one"
     yield "layer and some tens of megabytes whatever the model, for temporaries and buffers of libraries; in the first"
     yield "step also what it takes to make the states.  Written by `tools/bench_memory.py`."
-
-
-def machine() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return models[0].partition(":")[2].strip() if models else platform.machine()
 
 
 def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
@@ -176,6 +165,7 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
         say(json.dumps(measure(options.one, options.layers, options.width, options.steps)))
         return 0
     import torch
+    from benchmark import cpu_model, save, write
 
     rows = []
     for way in options.ways:
@@ -183,12 +173,10 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
         peaks = f"{rows[-1]['per_parameter']:6.2f} bytes per parameter, {rows[-1]['first']:6.2f} in the first step"
         say(f"{WAYS[way]:<60} {peaks} ({rows[-1]['counted']:.2f} counted)")
     name = options.name or rows[0]["device"]
-    versions = f"torch {torch.__version__}"
-    options.out.mkdir(parents=True, exist_ok=True)
-    document = {"machine": machine(), "torch": torch.__version__, "rows": rows}
-    (options.out / f"memory-{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    text = "\n".join(table(rows, machine(), versions))
-    (options.out / f"memory-{name}.md").write_text(text + "\n", encoding="utf-8")
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
+    save(options.out / f"memory-{name}.json", {"machine": machine, "torch": torch.__version__, "rows": rows})
+    text = "\n".join(document(rows, machine, f"torch {torch.__version__}"))
+    write(options.out / f"memory-{name}.md", text + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Times one C++ kernel by itself, as users get it and without what makes it fast, side by side.
+"""Time one C++ kernel by itself, as users get it and without its optimizations, side by side.
 
     python tools/cpu_kernel.py                                      AdamW int8_split24, in cache and far beyond
     python tools/cpu_kernel.py --optimizer Lion --plan int8_rn_split24 --numel 98304
@@ -119,7 +119,7 @@ def function(job: native.Job, name: str = "optgen_step") -> Callable[..., int]:
 
 
 def variants(job: native.Job) -> dict[str, Callable[..., int]]:
-    """What is compared with the kernel as users get it."""
+    """Return the kernel as users get it, and the variants that it is compared with."""
     out = {"as it is": function(job)}
     for tile in (1024, 2048, 4096):
         sized = re.sub(r"TILE = elements_of_tile\(\d+, \d+\)", f"TILE = {tile}", job.source)
@@ -136,7 +136,7 @@ def variants(job: native.Job) -> dict[str, Callable[..., int]]:
 
 
 def gigahertz() -> float | None:
-    """Of this core while it adds; None where it has no x86 instructions."""
+    """Return the clock of this core while it adds; None where it has no x86 instructions."""
     try:
         chain = function(replace(native.Job("chain", CHAIN), vector=False), "chain")
     except SystemExit:

@@ -77,7 +77,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Run:
-    """What a worker process does."""
+    """Train once, in a worker process."""
     torch.set_num_threads(1)
     contestant = next(c for c in CONTESTANTS if c.name == name)
     last = 0.0
@@ -102,7 +102,7 @@ def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Ru
 
 
 def messages(queue: Any) -> Iterator[tuple[str, int, int, float]]:
-    """What has come in, without waiting."""
+    """Yield the messages that are there, without waiting."""
     while True:
         try:
             yield queue.get_nowait()
@@ -178,13 +178,15 @@ class Difference:
 
 
 def difference(runs: list[Run], base: list[Run]) -> Difference:
-    pairs = [a.final - b.final for a, b in zip(runs, base, strict=True)]
-    count = len(pairs)
-    noise = statistics.stdev(r.final for r in base) if count > 1 else math.inf
-    if count == 1:
-        return Difference(pairs[0], math.inf, noise)
-    half = T95.get(count - 1, 1.96) * statistics.stdev(pairs) / math.sqrt(count)
-    return Difference(statistics.mean(pairs), half, noise)
+    noise = statistics.stdev(r.final for r in base) if len(base) > 1 else math.inf
+    return Difference(*mean_and_interval([a.final - b.final for a, b in zip(runs, base, strict=True)]), noise)
+
+
+def mean_and_interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean and the half width of its 95 % interval, which is infinite for one value."""
+    count = len(values)
+    half = T95.get(count - 1, 1.96) * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.inf
+    return statistics.mean(values), half
 
 
 def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
@@ -260,7 +262,7 @@ print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, {per_pa
 
 
 def new_spec(console: Console, steps: int) -> str:
-    """What a user does: a project folder with a spec of their own, `optgen build`, `from generated import ...`."""
+    """Do as a user does: a project folder with a spec, `optgen build`, `from generated import ...`."""
     project = OUT / "project"
     shutil.rmtree(project, ignore_errors=True)
     (project / "specs").mkdir(parents=True)

@@ -176,7 +176,7 @@ def stored_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[in
 
 @dataclass
 class Run:
-    """What one run leaves."""
+    """The result of one run."""
 
     validation: list[tuple[int, float]]  # (step, nats per byte)
     weight_bytes: int

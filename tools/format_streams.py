@@ -68,7 +68,7 @@ class States:
 
 @dataclass(frozen=True)
 class Data:
-    """What two models left behind.
+    """The states and gradients of two models.
 
     parts    the tensors of `states`, all of both models
     rows     the tensors of `gradients`, (steps, elements): some rows of each

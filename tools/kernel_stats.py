@@ -52,7 +52,7 @@ TARGETS: Mapping[str, GPUTarget] = {
 
 @dataclass(frozen=True)
 class Card:
-    """What bounds a kernel on a device: warps' instructions, of 32 lanes each, and bytes per second.
+    """The bounds of a kernel on a device: warps' instructions, of 32 lanes each, and bytes per second.
 
     processors, clock   of the data sheet, at the highest clock
     schedulers          instructions that a processor issues per clock
@@ -306,7 +306,7 @@ def width(opcode: str) -> int:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a kernel costs.  Counts are instructions of one thread in one iteration of the main loop."""
+    """The cost of a kernel. Counts are instructions of one thread in one iteration of the main loop."""
 
     name: str
     target: str
@@ -324,7 +324,7 @@ class Stats:
     outside: int = 0
     """Instructions outside the main loop (prologue, tail, slow paths)."""
     bytes: float = 0.0
-    """What a sweep loads and stores per element, by its schedule; 0 of other kernels."""
+    """Bytes that a sweep loads and stores per element, by its schedule; 0 for other kernels."""
     budget: float = 0.0
     """Instructions per element that the card issues while its memory moves these bytes; 0 where neither is known."""
 
@@ -392,7 +392,7 @@ class Job:
     panels: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: float = 0.0
-    """Of a sweep: what it loads and stores per element."""
+    """Bytes that a sweep loads and stores per element."""
 
 
 # What the performance tests hold to their baselines: the rules with one and two moments, and what storage costs.
@@ -604,7 +604,7 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where this process keeps its modules' sources; removed when it ends."""
+    """Return the folder of this process' modules; it is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="kernel_stats_")
 
 

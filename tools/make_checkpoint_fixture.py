@@ -47,7 +47,7 @@ def train(opt: Any, params: dict[str, nn.Parameter], steps: Iterable[int]) -> No
 
 
 def digest(opt: Any) -> str:
-    """Of the bits of the full weights."""
+    """Return the digest of the bits of the full weights."""
     found = hashlib.sha256()
     for name, weight in opt.master_weights().items():
         found.update(str(name).encode() + weight.numpy().tobytes())

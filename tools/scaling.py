@@ -1,4 +1,4 @@
-"""What a step on many ranks keeps and sends, counted without them.
+"""Count the bytes that a rank of many keeps and sends in a step, without the other ranks.
 
     python tools/scaling.py [--ranks 1024] [--rank 0]
 
@@ -13,9 +13,8 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,22 +45,12 @@ def shapes() -> list[tuple[int, ...]]:
     return [(128256, wide), *layer * 80, (wide,), (128256, wide)]
 
 
-@dataclass
-class Sent:
-    """Messages of one step: of each kind how many, and the bytes that this rank puts in."""
-
-    messages: dict[str, list[int]] = field(default_factory=dict)
-
-    def count(self, kind: str) -> int:
-        return len(self.messages.get(kind, ()))
-
-    def bytes(self, kind: str) -> int:
-        return sum(self.messages.get(kind, ()))
+Sent = dict[str, list[int]]
+"""The bytes of every message that a rank sends, by the kind of the message."""
 
 
-@dataclass
-class Row:
-    """A rule on one of many ranks: elements and bytes of its parameters and states here; what a step sends."""
+class Row(NamedTuple):
+    """A rule on one of many ranks: elements and bytes of its parameters and states there, and what a step sends."""
 
     rule: str
     parameters: int
@@ -73,15 +62,15 @@ class Row:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Sent]:
-    """What is sent inside."""
-    sent = Sent()
+    """Count the messages that are sent inside."""
+    sent: Sent = {}
 
     def reduce(value: torch.Tensor, *_: Any, **__: Any) -> None:
         kind = "agreement" if value.dtype is torch.uint8 else "all-reduce"
-        sent.messages.setdefault(kind, []).append(value.numel() * value.element_size())
+        sent.setdefault(kind, []).append(value.numel() * value.element_size())
 
     def gather(_: torch.Tensor, value: torch.Tensor, **__: Any) -> None:
-        sent.messages.setdefault("all-gather", []).append(value.numel() * value.element_size())
+        sent.setdefault("all-gather", []).append(value.numel() * value.element_size())
 
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(dist, name, gather):
@@ -90,7 +79,7 @@ def counted() -> Iterator[Sent]:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Steps do all but compute."""
+    """Let steps do everything but compute."""
 
     def nothing(*_: Any) -> int:
         return 0
@@ -104,7 +93,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def row(rule: str, ranks: int) -> Row:
-    """A step of a rule, the first one: it makes the states, too."""
+    """Make the first step of a rule, which makes the states, too."""
     mesh = init_device_mesh("cpu", (ranks,))
     params = []
     for shape in shapes():
@@ -130,7 +119,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def table(ranks: int, rank: int) -> list[str]:
-    """A line of Markdown for each rule."""
+    """Return the table, a rule in each line."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     lines = [
         "| rule | weights, MiB | states, MiB | all-reduces | KiB | all-gathers | MiB | agreement, bytes |",
@@ -138,11 +127,10 @@ def table(ranks: int, rank: int) -> list[str]:
     ]
     for rule in RULES:
         found = row(rule, ranks)
-        sent = found.sent
+        reduces, gathers, agreement = (found.sent.get(k, []) for k in ("all-reduce", "all-gather", "agreement"))
         lines.append(
-            f"| {rule} | {found.weights / 2**20:.1f} | {found.states / 2**20:.1f} "
-            f"| {sent.count('all-reduce')} | {sent.bytes('all-reduce') / 2**10:.0f} "
-            f"| {sent.count('all-gather')} | {sent.bytes('all-gather') / 2**20:.2f} | {sent.bytes('agreement')} |"
+            f"| {rule} | {found.weights / 2**20:.1f} | {found.states / 2**20:.1f} | {len(reduces)} "
+            f"| {sum(reduces) / 2**10:.0f} | {len(gathers)} | {sum(gathers) / 2**20:.2f} | {sum(agreement)} |"
         )
     dist.destroy_process_group()
     return lines

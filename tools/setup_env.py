@@ -44,7 +44,7 @@ class SetupError(Exception):
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the driver lists a GPU (a CUDA toolkit alone does not count)."""
+    """Return True if the driver lists a GPU (a CUDA toolkit alone does not count)."""
     gpus = Path("/proc/driver/nvidia/gpus")
     if gpus.is_dir() and any(gpus.iterdir()):
         return True
@@ -147,7 +147,7 @@ def install_torch(kind: str) -> None:
 
 
 def install_frameworks() -> None:
-    """Those that only a few tests and an example each ask for: without one, the others are installed all the same."""
+    """Install the frameworks of a few tests and an example; a failure of one does not stop the others."""
     for names, where in ((BARE, ()), (APART, ("--upgrade", "--target", str(FRAMEWORKS)))):
         say(f"{names[0]}, without what it depends on")
         if not pip("--no-deps", *where, *names):

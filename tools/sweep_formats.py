@@ -1,4 +1,4 @@
-"""What every plan does to AdamW's states and updates, on gradients of real models: stored once, and at every step.
+"""Measure the errors that every plan makes in AdamW's states and updates, on gradients of real models.
 
     .venv/bin/python tools/sweep_formats.py                     writes docs/benchmarks/formats.md, .json and .png
     .venv/bin/python tools/sweep_formats.py --plans int8 int4   only these
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from format_streams import Data, Part, collect
-from prose import filled
+from prose import filled, table
 from torch import Tensor
 
 # Discouraged plans are measured on purpose.
@@ -42,7 +42,7 @@ STEPS, QUICK_STEPS = 2000, 120
 BETA1, BETAS2 = 0.9, (0.999, 0.95)
 EPS = 1e-8
 SCALES = (1e-4, 1e-2, 1e4)
-"""Of gradients, and of eps with them: Adam does not change, so neither may its states."""
+"""Factors of gradients and of eps: Adam's steps do not change, so neither may its states."""
 
 POINTS = 20
 """Steps at which the kept states are read, the last one among them."""
@@ -242,7 +242,7 @@ def run(kept: Product | Peer, gradients: Tensor, scale: float, dead: Tensor | No
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the update made of kept states, against that of exact ones.
+    """Errors of the update that is made of stored states, compared with that of exact ones.
 
     nmse         sum of squared errors over sum of squares, geometric mean over tensors
     worst        of the tensors, where
@@ -435,34 +435,26 @@ def short(x: float) -> str:
     return f"{x:.2g}" if math.isfinite(x) else "not finite"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|---|" + "--:|" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-
-
 def markdown(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> Iterator[str]:
     base = next((x for x in found if x["name"] == BASELINE), found[0])
     whole = [x for x in found if x["dead"]]
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
     yield "# What storage formats do to AdamW's updates\n"
-    yield f"Gradients of two small models over {data['steps']:,} steps (`tools/format_streams.py`): the demo's language"
-    yield f"model and a convolutional network, {data['elements']:,} elements of {data['tensors']} tensors (embeddings,"
-    yield "attention, perceptrons, convolutions, norms, biases, heads); states of all their elements at steps"
-    yield f"{', '.join(map(str, data['dumps']))}. Adam's update is u = m / (sqrt(v) + eps), bias corrected, betas (0.9,"
-    yield "0.999) or (0.9, 0.95). *NMSE* is the sum of squared errors of u over its sum of squares, the geometric mean"
-    yield f"over tensors; *x* beside it: over that of `{base['name']}`. *Bits* are those of both states,"
-    yield "with scales. Every"
-    yield "tensor is stored as the plan says, however small it is. Written by `tools/sweep_formats.py`;"
-    yield f"{versions}.\n"
-    yield "## Stored once\n"
-    yield "States of the fp32 run, encoded (to nearest, as when a checkpoint is loaded) and read back."
-    yield "*Worst*: the tensor"
-    yield "with the largest NMSE. *Median* and *p99* of an element's relative error (1: the update is"
-    yield "gone). *Zeros*: second"
-    yield "moments that read as 0 and are not. *Impossible*: |m| / sqrt(v) over its Cauchy-Schwarz bound"
-    yield "by more than 1 %.\n"
+    yield f"""\
+Gradients of two small models over {data["steps"]:,} steps (`tools/format_streams.py`): the demo's language model and a
+convolutional network, {data["elements"]:,} elements of {data["tensors"]} tensors (embeddings, attention, perceptrons,
+convolutions, norms, biases, heads); states of all their elements at steps {", ".join(map(str, data["dumps"]))}. Adam's
+update is u = m / (sqrt(v) + eps), bias corrected, betas (0.9, 0.999) or (0.9, 0.95). *NMSE* is the sum of squared
+errors of u over its sum of squares, the geometric mean over tensors; *x* beside it: over that of `{base["name"]}`.
+*Bits* are those of both states, with scales. Every tensor is stored as the plan says, however small it is. Written by
+`tools/sweep_formats.py`; {versions}.
+
+## Stored once
+
+States of the fp32 run, encoded (to nearest, as when a checkpoint is loaded) and read back. *Worst*: the tensor with the
+largest NMSE. *Median* and *p99* of an element's relative error (1: the update is gone). *Zeros*: second moments that
+read as 0 and are not. *Impossible*: |m| / sqrt(v) over its Cauchy-Schwarz bound by more than 1 %.
+"""
     head = ("", "bits", "NMSE of m", "NMSE of u", "x", "worst", "median", "p99", "zeros", "impossible")
     rows = []
     for x in found:
@@ -472,11 +464,12 @@ def markdown(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> Iterator[
             short(e["worst"]), short(e["median"]), short(e["p99"]), f"{e['zeros']:,}", f"{e['impossible']:,}",
         ])  # fmt: skip
     yield from table(head, rows)
-    yield "\n## Stored at every step\n"
-    yield f"The whole stream, states decoded, updated and encoded at each of {data['steps']:,} steps, as training does;"
-    yield f"compared at {POINTS} of them with Adam in fp64. *Gain*: how far the weights were moved along"
-    yield "their true way, over"
-    yield "its length, mean over tensors. *Flips*: updates of the other sign, in a thousand."
+    yield f"""
+## Stored at every step
+
+The whole stream, states decoded, updated and encoded at each of {data["steps"]:,} steps, as training does; compared at
+{POINTS} of them with Adam in fp64. *Gain*: how far the weights were moved along their true way, over its length, mean
+over tensors. *Flips*: updates of the other sign, in a thousand."""
     for beta2 in BETAS2:
         yield f"\nbetas (0.9, {beta2:g}):\n"
         head = ("", "bits", "NMSE of u", "x", "worst", "where", "gain", "flips", "zeros", "impossible")
@@ -500,9 +493,8 @@ def markdown(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> Iterator[
         rows.append([x["name"], *(f"{short(c['nmse'])} ({c['gain']:.3g})" for c in cells)])
     yield from table(head, rows)
     yield "\n## Gradients that end\n"
-    yield f"One element in {DEAD} gets no gradient any more after a quarter of the stream. What its weight"
-    yield "moves from then"
-    yield "on, in steps of size 1: root mean square (largest). In exact arithmetic: what is left of its momentum.\n"
+    yield f"One element in {DEAD} gets no gradient any more after a quarter of the stream. What its weight moves from"
+    yield "then on, in steps of size 1: root mean square (largest). In exact arithmetic: the rest of its momentum.\n"
     head = ("", *(f"beta2 {b:g}" for b in BETAS2))
     exact = [whole[0]["dead"][str(b)] for b in BETAS2] if whole else []
     rows = [["exact", *(f"{d['true_rms']:.3g} ({d['true_most']:.3g})" for d in exact)]]
@@ -545,7 +537,7 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def sweep(data: Data, chosen: Sequence[Subject], jobs: int, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """What `measure` finds of each, in order."""
+    """Return the results of `measure` for each, in order."""
     with tempfile.TemporaryDirectory() as folder:
         streams, truths = Path(folder) / "streams.pt", Path(folder) / "truths.pt"
         data.save(streams)
@@ -566,7 +558,7 @@ def sweep(data: Data, chosen: Sequence[Subject], jobs: int, say: Callable[[str],
 
 
 def former(path: Path, told: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """What a file says of the streams that `told` tells of, whose versions of peers it takes over; None: of others."""
+    """Return the results of a file if they are of the streams that `told` describes, else None; takes over versions."""
     kept = json.loads(path.read_text(encoding="utf-8"))
     versions = {**kept["data"]["versions"], **told["versions"]}
     same = {**kept["data"], "versions": versions} == {**told, "versions": versions}

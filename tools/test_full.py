@@ -51,6 +51,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
+from prose import table  # noqa: E402
 
 from optgen.driver.targets import Case  # noqa: E402
 from optgen.runtime.cpu import native  # noqa: E402
@@ -183,12 +184,6 @@ def _module(path: Path, text: str) -> Any:
 
 
 # The report -----------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a Markdown table."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return lines + [f"| {' | '.join(str(x) for x in row)} |" for row in rows]
 
 
 def _worst_by(outcomes: Sequence[Outcome], key: Callable[[Cell], str], order: Sequence[str]) -> Iterator[list[str]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 import warnings
 from collections.abc import Mapping
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo import T95, mean_and_spread
+from demo import mean_and_interval, mean_and_spread
 from demo_model import Corpus, Run, Size, corpus, train
-from prose import filled
+from prose import filled, table
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -84,7 +83,7 @@ OF_FP32 = ("fp32", "int8")
 
 
 def one_run(name: str, plan: str, seed: int, steps: int, lr: float | None, text: Corpus) -> Run:
-    """What a worker process does."""
+    """Train once, in a worker process."""
     torch.set_num_threads(1)
     rule = next(r for r in RULES if r.name == name)
     options = {**rule.options, **({"lr": lr} if lr else {})}
@@ -106,11 +105,7 @@ class Verdict:
     @property
     def gap(self) -> tuple[float, float]:
         """(mean, half width of the 95 % interval)."""
-        pairs = [b - a for a, b in zip(self.fp32, self.int8, strict=True)]
-        if len(pairs) < 2:
-            return pairs[0], math.inf
-        half = T95.get(len(pairs) - 1, 1.96) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-        return statistics.mean(pairs), half
+        return mean_and_interval([b - a for a, b in zip(self.fp32, self.int8, strict=True)])
 
     @property
     def words(self) -> str:
@@ -139,36 +134,26 @@ def markdown(kept: Mapping[str, Any]) -> str:
     lines = [
         "# Training with rules and plans", "",
         f"The demo's language model ({size.layers} layers of width {size.width}, on bytes of the Python standard",
-        "library), validation loss at the end, nats per byte: mean and standard deviation over seeds. A",
-        "pair starts from",
-        "the same weights, sees the same batches and has the same learning rate, seed by seed. The",
-        "difference is paired,",
-        "with the 95 % interval of Student's t; *B/param* counts weights and states as they stand in",
-        "memory (tensors below",
-        "4096 elements keep fp32 states under most plans).",
+        "library), validation loss at the end, nats per byte: mean and standard deviation over seeds. A pair starts",
+        "from the same weights, sees the same batches and has the same learning rate, seed by seed. The difference is",
+        "paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they lie in memory",
+        "(tensors below 4096 elements keep fp32 states under most plans).",
     ]  # fmt: skip
     if verdicts:
         lines += [
             "", "## Rules", "",
-            f"{kept['steps']} steps, {kept['seeds']} seeds, text {kept['text']}. *8 bits* is plan",
-            "int8_split24 with bf16",
-            "weights, *fp32* is all in fp32. The rules' learning rates come from a coarse search, so the",
-            "table compares",
-            "formats within a rule, not the rules with one another.",
-            "", "    .venv/bin/python tools/train_rules.py", "",
-            "| " + " | ".join(HEAD) + " |", "|---|" + "--:|" * 4 + "---|--:|--:|",
-            *("| " + " | ".join(row(v)) + " |" for v in verdicts),
+            f"{kept['steps']} steps, {kept['seeds']} seeds, text {kept['text']}. *8 bits* is plan int8_split24 with",
+            "bf16 weights, *fp32* is all in fp32. The rules' learning rates come from a coarse search, so the table",
+            "compares formats within a rule, not the rules with one another.",
+            "", "    .venv/bin/python tools/train_rules.py", "", *table(HEAD, map(row, verdicts), (0, 5)),
         ]  # fmt: skip
     if plans:
         lines += [
             "", "## Plans", "",
             f"AdamW, betas (0.9, 0.95), {kept['plan_steps']} steps, {kept['plan_seeds']} seeds, text",
-            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same",
-            "in every row.",
-            "",
-            "    .venv/bin/python tools/train_rules.py --plans", "",
-            "| " + " | ".join(PLAN_HEAD) + " |", "|---|" + "--:|" * 3 + "---|--:|",
-            *("| " + " | ".join(plan_row(v)) + " |" for v in plans), "", remark(plans),
+            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is in every row.",
+            "", "    .venv/bin/python tools/train_rules.py --plans", "",
+            *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "", remark(plans),
         ]  # fmt: skip
     return filled("\n".join(lines)) + "\n"
 
@@ -185,7 +170,7 @@ def plan_row(v: Verdict) -> list[str]:
 
 
 def remark(plans: list[Verdict]) -> str:
-    """What the table says, and what it does not."""
+    """Return the conclusion from the table, and its limits."""
     apart = [f"`{v.rule}`" for v in plans if v.words.startswith("measurably")]
     widest = max(v.gap[1] for v in plans)
     said = f"Outside the noise: {', '.join(apart)}." if apart else "None of them is outside the noise of these seeds."
@@ -203,7 +188,7 @@ def remark(plans: list[Verdict]) -> str:
 
 
 def rounds_weights_to_nearest(plan: str) -> bool:
-    """Whether weights of the plan are bf16 and no more, rounded to nearest."""
+    """Return True if the plan stores weights as bf16 alone, rounded to nearest."""
     from optgen.formats import Native
     from specs import plans
 
@@ -239,7 +224,7 @@ def run_all(
 def verdict(
     found: Mapping[tuple[str, str, int, float | None], Run], rule: Rule, plan: str, seeds: int, name: str
 ) -> Verdict:
-    """Of a plan against fp32."""
+    """Compare a plan with fp32."""
     each = {p: [found[rule.name, p, s, None] for s in range(seeds)] for p in ("fp32", plan)}
     size = {p: (x[0].weight_bytes + x[0].state_bytes) / x[0].parameters for p, x in each.items()}
     losses = {p: [x.final for x in runs] for p, runs in each.items()}
@@ -288,10 +273,10 @@ def main() -> int:
         verdicts = [verdict(found, r, PLANS[1], asked.seeds, r.name) for r in rules]
         kept |= {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest}
         kept["verdicts"] = [asdict(v) for v in verdicts]
-    table = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
+    shown = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
     for v in verdicts:
-        table.add_row(*(plan_row(v) if asked.plans is not None else row(v)))
-    console.print(table)
+        shown.add_row(*(plan_row(v) if asked.plans is not None else row(v)))
+    console.print(shown)
     (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
     record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 0
