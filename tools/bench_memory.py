@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prose import table
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
+
+from tools.prose import table  # noqa: E402
 
 WAYS: dict[str, str] = {
     "torch": "torch.optim.AdamW, fp32 weights",
@@ -165,7 +166,8 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
         say(json.dumps(measure(options.one, options.layers, options.width, options.steps)))
         return 0
     import torch
-    from benchmark import cpu_model, save, write
+
+    from tools.benchmark import cpu_model, save, write
 
     rows = []
     for way in options.ways:

@@ -216,8 +216,8 @@ def text() -> str:
     """Return the text between the marks."""
     states, weights = rows()
     lines = [
-        "*Bound*: the largest error of storing a value once, in parts of what the next column says. *Supremum*: the",
-        "largest that the format makes, over all fp32 inputs; *random blocks*: the largest error found among "
+        "*Bound*: the largest error of storing a value once, in parts of what the next column says. *Supremum*: what",
+        "the format does at worst, over all fp32 inputs; *random blocks*: the largest error found among "
         f"{BLOCKS} blocks within the bound's range; both in parts of the bound with its allowance for fp32 arithmetic.",
         "Suprema of weights are tested over all fp32 (`tests/test_split_exhaustive.py`).", "",
         "| format | plans | bound | of the | supremum | random blocks |", "|---|---|--:|---|--:|--:|",

@@ -494,7 +494,8 @@ over tensors. *Flips*: updates of the other sign, in a thousand."""
     yield from table(head, rows)
     yield "\n## Gradients that end\n"
     yield f"One element in {DEAD} gets no gradient any more after a quarter of the stream. What its weight moves from"
-    yield "then on, in steps of size 1: root mean square (largest). In exact arithmetic: the rest of its momentum.\n"
+    yield "then on, in steps of size 1: root mean square (largest). In exact arithmetic: what is left of its"
+    yield "momentum.\n"
     head = ("", *(f"beta2 {b:g}" for b in BETAS2))
     exact = [whole[0]["dead"][str(b)] for b in BETAS2] if whole else []
     rows = [["exact", *(f"{d['true_rms']:.3g} ({d['true_most']:.3g})" for d in exact)]]

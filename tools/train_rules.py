@@ -136,7 +136,7 @@ def markdown(kept: Mapping[str, Any]) -> str:
         f"The demo's language model ({size.layers} layers of width {size.width}, on bytes of the Python standard",
         "library), validation loss at the end, nats per byte: mean and standard deviation over seeds. A pair starts",
         "from the same weights, sees the same batches and has the same learning rate, seed by seed. The difference is",
-        "paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they lie in memory",
+        "paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they stand in memory",
         "(tensors below 4096 elements keep fp32 states under most plans).",
     ]  # fmt: skip
     if verdicts:
@@ -151,7 +151,8 @@ def markdown(kept: Mapping[str, Any]) -> str:
         lines += [
             "", "## Plans", "",
             f"AdamW, betas (0.9, 0.95), {kept['plan_steps']} steps, {kept['plan_seeds']} seeds, text",
-            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is in every row.",
+            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same in every",
+            "row.",
             "", "    .venv/bin/python tools/train_rules.py --plans", "",
             *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "", remark(plans),
         ]  # fmt: skip
