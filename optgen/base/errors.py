@@ -244,6 +244,9 @@ TABLE: dict[str, Row] = {
     ),
     "E417": Row("{path} cannot be read: {why}"),
     "E418": Row("{path} cannot be converted: {why}", "nothing was written"),
+    "E419": Row(
+        "one file does not serve {name}: {why}", "nothing was written", "`optgen build {name}` generates a package"
+    ),
 }
 
 

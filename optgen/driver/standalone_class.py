@@ -1,0 +1,206 @@
+"""The optimizer class of a standalone file.  `driver/standalone.py` copies what such a file needs of this module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout.layout import column_dims, field_shape, matrix_shape
+from optgen.runtime.records import Eager, dtype_name, keys
+from optgen.runtime.reference.eager import scalars
+from optgen.runtime.reference.stored import Stored, encode
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored tensor; entries of `width` bits per `per` elements, `zero` is the entry that decodes to 0."""
+
+    name: str
+    dtype: str
+    per: int = 1
+    zero: float = 0
+    state: str = ""
+    width: int = 1
+    space: str = "elem"
+    matrix: Any = "last"
+    shared: bool = False
+
+    @property
+    def wide(self) -> bool:
+        return self.space == "elem" or self.shared
+
+    @property
+    def owner(self) -> str:
+        return self.state or self.name
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The step for parameters of one dtype: its functions, and the tensors that it keeps.
+
+    host  (step, grad_scale, **hypers, **host states) -> `count` scalars of the step, then new host states; fp64
+    """
+
+    param: str
+    step: Callable[..., Any]
+    host: Callable[..., tuple[Any, ...]]
+    count: int
+    small: bool = False
+    vector: bool = False
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    fields: tuple[Field, ...] = ()
+    host_states: tuple[tuple[str, float], ...] = ()
+    init: Mapping[str, float | str] = field(default_factory=dict)
+    matrix: Any = "last"
+    axes: bool = False
+    eager: Eager = field(default_factory=Eager)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.fields)
+
+    def owned(self, owner: str) -> tuple[str, ...]:
+        return tuple(f.name for f in self.fields if f.owner == owner)
+
+
+class SingleFile(torch.optim.Optimizer):
+    """An optimizer of one device; its state dict holds states as they are stored."""
+
+    HYPERS: Mapping[str, tuple[Any, Mapping[str, float]]]
+    """Name -> (default, {"ge", "gt", "le", "lt": bound})."""
+    FLAGS: Mapping[str, Any]
+    """Name -> True or False, a hyper-parameter that must not be 0, or a function of the parameter's shape."""
+    VARIANTS: tuple[Variant, ...]
+    CODECS: Any
+    SMALL: int
+    """Tensors with fewer elements keep their states in fp32."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
+        super().__init__(params, {**defaults, "seed": seed})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ValueError for a hyper-parameter out of its range."""
+        for name in self.HYPERS:
+            self._read({**self.defaults, **param_group}, name)
+        super().add_param_group(param_group)
+
+    def _read(self, group: Mapping[str, Any], name: str) -> Any:
+        default, bounds = self.HYPERS[name]
+        values = group[name] if isinstance(default, tuple) else (group[name],)
+        numbers = tuple(float(x) for x in values)
+        if isinstance(default, tuple) and len(numbers) != len(default):
+            raise ValueError(f"{type(self).__name__}: {name} must be {len(default)} numbers, got {group[name]!r}")
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        for x in numbers:
+            holds = {kind: {"ge": x >= b, "gt": x > b, "le": x <= b, "lt": x < b}[kind] for kind, b in bounds.items()}
+            if math.isnan(x) or not all(holds.values()):
+                words = " and ".join(f"{signs[kind]} {bound:g}" for kind, bound in bounds.items())
+                raise ValueError(f"{type(self).__name__}: {name} must be {words or 'a number'}, got {x!r}")
+        return numbers if isinstance(default, tuple) else numbers[0]
+
+    def _variant(self, p: Tensor, group: Mapping[str, Any]) -> Any:
+        """Return the step of a parameter."""
+        flags = {}
+        for name, rule in self.FLAGS.items():
+            on = rule(tuple(p.shape)) if callable(rule) else rule if isinstance(rule, bool) else bool(group[rule])
+            flags[name] = on
+        small, vector, dtype = p.numel() < self.SMALL, p.ndim < 2, dtype_name(p.dtype)
+        fitting = [v for v in self.VARIANTS if v.param == dtype and all(flags[k] == on for k, on in v.flags.items())]
+        for v in sorted(fitting, key=lambda v: (not v.small, not v.vector)):
+            if v.small <= small and v.vector <= vector:
+                return v
+        raise TypeError(f"{type(self).__name__}: parameters of dtype {dtype} and shape {list(p.shape)} are not served")
+
+    def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
+        state: dict[str, Any] = {"step": 0, **dict(variant.host_states)}
+        for f in variant.fields:
+            dtype = getattr(torch, f.dtype)
+            state[f.name] = torch.full(field_shape(f, p.shape), f.zero, dtype=dtype, device=p.device)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step, after evaluating `closure` if there is one; return what it gives."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        position = 0
+        for group in self.param_groups:
+            hypers = {name: self._read(group, name) for name in self.HYPERS}
+            names = group.get("param_names") or range(position, position + len(group["params"]))
+            for name, p in zip(names, group["params"], strict=True):
+                if p.grad is not None:
+                    self._update(name, p, group, hypers)
+            position += len(group["params"])
+        return loss
+
+    def _update(self, name: str | int, p: Tensor, group: Mapping[str, Any], hypers: Mapping[str, Any]) -> None:
+        if p.grad is None or p.grad.layout != torch.strided:
+            raise RuntimeError(f"{type(self).__name__}: the gradient of parameter {name!r} is not dense")
+        variant, state = self._variant(p, group), self.state[p]
+        if not state:
+            state.update(self._create(variant, p, group))
+        wrong = [f.name for f in variant.fields if f.name not in state]
+        if wrong:
+            raise RuntimeError(f"{type(self).__name__}: parameter {name!r} has no state {', '.join(wrong)}")
+        number, keep = state["step"] + 1, [host for host, _ in variant.host_states]
+        sign = -1.0 if group["maximize"] else 1.0
+        told = variant.host(number, sign, **hypers, **{host: state[host] for host in keep})
+        if p.numel():
+            w, g = p.contiguous(), p.grad.contiguous()
+            self._run(variant, w, g, state, told[: variant.count], keys.step_key(group["seed"], number), name)
+            if w is not p:
+                p.copy_(w)
+        state["step"] = number
+        state.update(zip(keep, map(float, told[variant.count :]), strict=True))
+
+    def _run(
+        self,
+        variant: Any,
+        p: Tensor,
+        g: Tensor,
+        state: Mapping[str, Any],
+        numbers: tuple[Any, ...],
+        step_key: int,
+        name: str | int,
+    ) -> None:
+        """Make the step of one contiguous tensor by its eager functions."""
+        shape = matrix_shape(variant.matrix, p.shape)
+        alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+        fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.names}
+        dims = column_dims(variant.matrix, p.shape) if variant.axes else None
+        random_keys = step_key, keys.stream_key(name)
+        stored = Stored(variant, self.CODECS, p.view(shape), g.view(shape), fields, random_keys, dims=dims)
+        variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
+
+    @staticmethod
+    def _process_value_according_to_param_policy(
+        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
+    ) -> Tensor:
+        """Load states as they are stored; torch would cast them to the dtype of the parameter."""
+        return value.to(param.device)
+
+
+class Starting(SingleFile):
+    """An optimizer with states that begin as the weight, or as a number other than 0."""
+
+    def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        state = super()._create(variant, p, group)
+        starts: dict[str, Any] = {}
+        for owner in dict.fromkeys(f.owner for f in variant.fields if f.owner != "p"):
+            start = variant.init.get(owner, 0.0)
+            starts[owner] = self._read(group, start) if start in self.HYPERS else start
+        seen = matrix_shape(variant.matrix, p.shape)
+        weight = p.detach().float().contiguous().view(seen)
+        values = {k: weight if x == "param" else torch.full_like(weight, x) for k, x in starts.items()}
+        made = encode(variant, self.CODECS)({"p": weight, **values}) if weight.numel() else {}
+        for f in variant.fields:
+            if not f.wide:
+                state[f.name].fill_(starts[f.owner])
+            elif f.name in made:
+                state[f.name].copy_(made[f.name].view(state[f.name].shape))
+        return state
