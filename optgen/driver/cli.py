@@ -106,11 +106,19 @@ def build(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")
     ] = False,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="Write one file of one spec and plan, which needs torch alone.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Generate the package: all of it, or the named specs."""
     with session("build", json) as t:
         from optgen.base.errors import UserError
+
+        if standalone:
+            given = {"--check": check, "--watch": watch, "--backend": backend, "--maths": maths}
+            _standalone(t, names or [], plan or [], out, force, [name for name, value in given.items() if value])
+            return
         from optgen.driver import build as b
         from optgen.driver.project import BACKENDS
 
@@ -132,6 +140,24 @@ def build(
             jobs = kernels_of(outcome.folder, outcome.packages)
             t.result["compiled"] = compile_ahead(jobs, lambda items, total: t.track(items, total, "compiling"))
         _tell_build(t, outcome, check)
+
+
+def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None, force: bool, more: list[str]) -> None:
+    from optgen.base.errors import UserError
+    from optgen.driver import load, standalone
+
+    if more:
+        raise UserError("E411", option="--standalone", want="for one file", got=more[0])
+    if len(names) != 1 or len(plans) != 1:
+        got = " ".join([*names, *plans])
+        raise UserError("E411", option="--standalone", want="for one spec and one --plan", got=got)
+    text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]), force)
+    t.result["text"] = text
+    if out is None:
+        t.show(text.rstrip("\n"))
+        return
+    t.result["file"] = standalone.write(out, text, force)
+    t.show(f"{t.result['file']}: {len(text.splitlines())} lines")
 
 
 def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:

@@ -177,12 +177,14 @@ class SingleFile(torch.optim.Optimizer):
         stored = Stored(variant, self.CODECS, p.view(shape), g.view(shape), fields, random_keys, dims=dims)
         variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
 
-    @staticmethod
-    def _process_value_according_to_param_policy(
-        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
-    ) -> Tensor:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they are stored; torch would cast them to the dtype of the parameter."""
-        return value.to(param.device)
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
 
 class Starting(SingleFile):

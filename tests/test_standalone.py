@@ -1,0 +1,252 @@
+"""`optgen build --standalone`: one file with the bits of the package, which needs torch alone."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optgen.optim
+from optgen.base.errors import UserError
+from optgen.driver import load, standalone
+from optgen.formats import Plan, bf16
+
+SHAPES = ((70, 130), (64, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
+PAIRS = (
+    "adamw/int8_split24", "adamw/fp32_master", "lion/int8_split24", "muon/int8_split24", "lamb/int8_split24",
+    "sgd/bf16_sr", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
+)  # fmt: skip
+
+
+@cache
+def text(pair: str) -> str:
+    spec, plan = pair.split("/")
+    return standalone.text(load.find_spec(spec), load.find_plan(plan))
+
+
+def module(pair: str, folder: Path) -> ModuleType:
+    file = folder / "one_file.py"
+    file.write_text(text(pair))
+    found = importlib.util.spec_from_file_location("one_file", file)
+    assert found is not None and found.loader is not None
+    made = importlib.util.module_from_spec(found)
+    sys.modules["one_file"] = made  # dataclasses look their module up
+    found.loader.exec_module(made)
+    return made
+
+
+def optimizer(pair: str, folder: Path) -> Any:
+    return getattr(module(pair, folder), load.find_spec(pair.split("/")[0]).class_name)
+
+
+def params(seed: int = 0) -> list[torch.nn.Parameter]:
+    make = torch.Generator().manual_seed(seed)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    return [torch.nn.Parameter(torch.randn(s, generator=make).to(d)) for s in SHAPES for d in dtypes]
+
+
+def gradients(ps: list[torch.nn.Parameter], k: int) -> None:
+    make = torch.Generator().manual_seed(100 + k)
+    for p in ps:
+        p.grad = (torch.randn(p.shape, generator=make) * 10.0 ** (k - 2)).to(p.dtype)
+
+
+def bits(x: Any) -> Any:
+    return x.reshape(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_bits_of_the_package(pair: str, tmp_path: Path) -> None:
+    """Weights and states of every dtype, size class and shape are those of the eager reference."""
+    ours, theirs = params(), params()
+    name = load.find_spec(pair.split("/")[0]).class_name
+    alone = optimizer(pair, tmp_path)(ours, seed=7)
+    whole = getattr(optgen.optim, name)(theirs, plan=pair.split("/")[1], backend="reference", seed=7)
+    for k in range(4):
+        gradients(ours, k)
+        gradients(theirs, k)
+        alone.step()
+        whole.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert bits(p) == bits(q), (p.shape, p.dtype)
+        assert {k: bits(v) for k, v in alone.state[p].items()} == {k: bits(v) for k, v in whole.state[q].items()}
+
+
+def test_a_state_dict_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two groups under a scheduler, saved after two of four steps and loaded by another optimizer."""
+
+    def made() -> tuple[list[torch.nn.Parameter], Any, Any]:
+        ps = params(3)
+        groups = [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.1, "weight_decay": 0.0}]
+        opt = cls(groups, lr=0.01)
+        return ps, opt, torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+
+    def steps(ps: list[torch.nn.Parameter], opt: Any, scheduler: Any, first: int) -> None:
+        for k in range(first, first + 2):
+            gradients(ps, k)
+            opt.step()
+            scheduler.step()
+
+    cls = optimizer("adamw/int8_split24", tmp_path)
+    ps, opt, scheduler = made()
+    steps(ps, opt, scheduler, 0)
+    saved = copy.deepcopy((opt.state_dict(), scheduler.state_dict()))
+    torch.save(saved, tmp_path / "saved.pt")
+    weights = [p.detach().clone() for p in ps]
+    steps(ps, opt, scheduler, 2)
+    again, other, its = made()
+    for p, w in zip(again, weights, strict=True):
+        p.data.copy_(w)
+    own, of_scheduler = torch.load(tmp_path / "saved.pt")
+    other.load_state_dict(own)
+    its.load_state_dict(of_scheduler)
+    steps(again, other, its, 2)
+    assert [bits(p) for p in again] == [bits(p) for p in ps]
+    assert opt.param_groups[1]["lr"] == other.param_groups[1]["lr"] == 0.1 / 16
+
+
+def test_named_parameters_draw_the_packages_bits(tmp_path: Path) -> None:
+    ours, theirs = torch.nn.Linear(80, 90), torch.nn.Linear(80, 90)
+    theirs.load_state_dict(ours.state_dict())
+    alone = optimizer("adamw/int8_split24", tmp_path)(ours.bfloat16().named_parameters())
+    whole = optgen.optim.AdamW(theirs.bfloat16().named_parameters(), plan="int8_split24", backend="reference")
+    for k in range(3):
+        gradients(list(ours.parameters()), k)
+        gradients(list(theirs.parameters()), k)
+        alone.step()
+        whole.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_wrong_numbers_and_gradients_are_refused(tmp_path: Path) -> None:
+    cls = optimizer("adamw/int8_split24", tmp_path)
+    for wrong in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}, {"eps": float("nan")}):
+        with pytest.raises(ValueError, match=f"AdamW: {next(iter(wrong))} must be"):
+            cls(params(), **wrong)
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(TypeError, match="parameters of dtype float64"):
+        cls([p]).step()
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradient of parameter 0 is not dense"):
+        cls(table.parameters()).step()
+    q = torch.nn.Parameter(torch.zeros(3))
+    q.grad = torch.ones_like(q)
+    opt = cls([q])
+    opt.load_state_dict({"state": {0: {"step": 3}}, "param_groups": opt.state_dict()["param_groups"]})
+    with pytest.raises(RuntimeError, match="parameter 0 has no state exp_avg, exp_avg_sq"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("prodigy", "sums over all parameters"),
+        ("schedule_free_adamw", "other weights for evaluation"),
+        ("lookahead_adamw", "some of its steps"),
+        ("adam_mini", "blocks of rows"),
+    ],
+)
+def test_rules_that_one_file_does_not_serve(name: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as error:
+        text(f"{name}/int8_split24")
+    assert error.value.code == "E419" and error.value.locs
+
+
+def test_the_lint_refuses_a_plan_here_too() -> None:
+    plan = Plan("Rounded to nearest.", nonneg=bf16, name="nearest")
+    with pytest.raises(UserError, match="freezes"):
+        standalone.text(load.find_spec("adamw"), plan)
+    assert "class AdamW" in standalone.text(load.find_spec("adamw"), plan, force=True)
+
+
+def _optgen(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "optgen", "build", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_command(tmp_path: Path) -> None:
+    """The file goes to --out, never over a file of somebody else's; without --out to stdout."""
+    wanted = text("lion/fp32")
+    done = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "mine.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"mine.py: {len(wanted.splitlines())} lines\n"
+    assert (tmp_path / "mine.py").read_text() == wanted
+    again = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "mine.py", "--json", folder=tmp_path)
+    assert again.returncode == 0 and json.loads(again.stdout)["file"] == "mine.py"
+    (tmp_path / "theirs.py").write_text("x = 1\n")
+    refused = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "theirs.py", folder=tmp_path)
+    assert refused.returncode == 2 and "E406" in refused.stderr
+    assert (tmp_path / "theirs.py").read_text() == "x = 1\n"
+    assert _optgen("--standalone", "lion", "--plan", "fp32", folder=tmp_path).stdout == wanted
+    assert "E411" in _optgen("--standalone", "lion", "--plan", "fp32", "--check", folder=tmp_path).stderr
+    assert "E411" in _optgen("--standalone", "lion", folder=tmp_path).stderr
+
+
+TRAIN = """
+import sys, torch
+from one_file import AdamW
+model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)).bfloat16()
+opt = AdamW(model.named_parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 60)
+torch.manual_seed(0)
+x = torch.randn(512, 32)
+y = x[:, :4].prod(1, keepdim=True)
+losses = []
+for _ in range(60):
+    opt.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x.bfloat16()).float(), y)
+    loss.backward()
+    opt.step()
+    schedule.step()
+    losses.append(loss.item())
+assert {str(v.dtype) for s in opt.state.values() for v in s.values() if torch.is_tensor(v)} >= {"torch.uint8"}
+missing = {"optgen", "sympy", "triton", "jinja2"} & set(sys.modules) - {"sympy", "jinja2"}
+assert not missing, missing
+print(losses[0], losses[-1])
+"""
+
+
+def test_it_trains_where_torch_is_all_there_is(tmp_path: Path) -> None:
+    """A folder of links to torch and to what torch requires is the whole path; ruff finds nothing in the file."""
+    wanted, done = ["torch"], {"triton"}
+    links = tmp_path / "links"
+    links.mkdir()
+    while wanted:
+        name = wanted.pop()
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        needs = [r for r in found.requires or () if "extra ==" not in r]
+        wanted += [re.split(r"[^\w.-]", r, maxsplit=1)[0] for r in needs]
+        for top in {f.parts[0] for f in found.files or () if f.parts[0] not in ("..", "__pycache__")}:
+            if not (links / top).exists():
+                (links / top).symlink_to(Path(str(found.locate_file(top))).resolve())
+    assert not (links / "optgen").exists() and (links / "torch").exists()
+    (links / "one_file.py").write_text(text("adamw/int8_split24"))
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(links)}
+    command = [sys.executable, "-S", "-c", TRAIN]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    first, last = map(float, run.stdout.split())
+    assert last < 0.8 * first
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E4,E7,E9,F", str(links / "one_file.py")]
+    assert subprocess.run(lint, capture_output=True, check=False).returncode == 0
