@@ -142,10 +142,11 @@ class Kernels:
     failed: list[str] = field(default_factory=list)
 
 
-def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
+def compile_turn(turn: Turn, cases: Iterable[Case] | None = None, targets: Sequence[str] = TARGETS) -> Kernels:
     """Cross-compile the kernels of a turn, in a process that compiles.
 
-    cases  of the pair that are generated, all by default
+    cases    of the pair that are generated, all by default
+    targets  the targets to compile for
     """
     import kernel_stats
 
@@ -159,7 +160,7 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
         module = _module(Path(folder) / "kernels.py", text)
         jobs = list(kernel_stats.of_module(f"{spec}.{plan}", module))
         taken = turn.of(job.fn.__name__ for job in jobs)
-        for job, target in ((j, t) for j in jobs for t in j.targets if j.fn.__name__ in taken):
+        for job, target in ((j, t) for j in jobs for t in j.targets if t in targets and j.fn.__name__ in taken):
             label = f"{job.name} for {target}"
             try:
                 planned, made = kernel_stats.compiled_to_fit(job, target)
