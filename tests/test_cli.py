@@ -200,15 +200,11 @@ def test_fuzz_does_not_warn_of_a_discouraged_plan_for_every_example(run: Run) ->
     assert run("fuzz", "adamw", "--plan", "bnb8", "-n", "2", "--steps", "1")[0] == 0
 
 
-def test_fuzz_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "optgen", "fuzz", "sgd", "--plan", "int8_split24", "--backend", "triton"]
+def test_fuzz_in_tritons_interpreter(run: Run) -> None:
     for maths in ("strict", "fast"):
-        done = subprocess.run(
-            [*command, "--maths", maths, "-n", "3", "--steps", "1", "--json"],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert as_json(done.stdout)["holds"]
+        words = ("sgd", "--plan", "int8_split24", "--backend", "triton", "--maths", maths, "-n", "3", "--steps", "1")
+        code, out, err = run("fuzz", *words, "--json")
+        assert (code, as_json(out)["holds"]) == (0, True), out + err
 
 
 def test_doctor(run: Run) -> None:

@@ -566,9 +566,15 @@ ONE_ELEMENT = dict.fromkeys(REDUCTIONS, lambda x: x)
 ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}
 
 
+PLAIN = {"sqrt": math.sqrt, "cbrt": math.cbrt, "exp": math.exp, "log": math.log, "sign": lambda x: (x > 0) - (x < 0)}
+
+
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
-def test_the_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
-    """SymPy's expressions of the new values against the author's function called on fp64 numbers."""
+def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
+    """SymPy's expressions of the new values and the lines of `optgen explain` against the author's function in fp64.
+
+    The latter are Python but for x', x[t] and x[t-1].
+    """
     name, setting = case
     spec = spec_of(name)
     shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])
@@ -578,40 +584,21 @@ def test_the_formulas_compute_what_the_function_does(case: tuple[str, dict[str, 
     p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
     t = 10 if at_interval(spec, setting) else 12
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-    known: dict[str, float] = by_part(spec, hypers) | {"g": g.item(), "step": float(t), "p": p.item()} | ALONE
-    known |= {k: v.item() for k, v in states.items()} | host
-    expected = {k: v.item() for k, v in {"p": new_p, **new_states}.items()} | new_host
+    old = {key: value.item() for key, value in {"p": p, **states}.items()} | host
+    numbers: dict[str, Any] = by_part(spec, hypers) | {"g": g.item()} | ALONE
+    expected = {key: value.item() for key, value in {"p": new_p, **new_states}.items()} | new_host
+    known = numbers | {"step": float(t)} | old
     for key, node in spec.trace(setting).new.items():
         expr = expression(node, {})
         symbols = sorted(expr.free_symbols, key=lambda s: s.name)
         compute = sympy.lambdify(symbols, expr, [ONE_ELEMENT, "math"])
         assert float(compute(*(known[s.name] for s in symbols))) == pytest.approx(expected[key], rel=1e-13)
-
-
-PLAIN = {"sqrt": math.sqrt, "cbrt": math.cbrt, "exp": math.exp, "log": math.log, "sign": lambda x: (x > 0) - (x < 0)}
-
-
-@pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
-def test_the_plain_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
-    """The lines of `optgen explain` are Python but for x', x[t] and x[t-1]; they are run against the function."""
-    name, setting = case
-    spec = spec_of(name)
-    shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
-    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
-    host = {s.name: 0.3 for s in spec.present_host(setting)}
-    p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
-    t = 10 if at_interval(spec, setting) else 12
-    new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-    known: dict[str, Any] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_old": p.item()} | ALONE
-    known |= {f"{k}_old": v.item() for k, v in states.items()} | {f"{k}_old": v for k, v in host.items()}
+    plain = numbers | {"t": float(t)} | {f"{key}_old": value for key, value in old.items()}
     for line in plain_formulas(spec, setting):
         text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
-        exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, known)
-    for key, expected in {"p": new_p, **new_states}.items():
-        assert known[f"{key}_new"] == pytest.approx(expected.item(), rel=1e-13)
-    for key, number in new_host.items():
-        assert known[f"{key}_new"] == pytest.approx(number, rel=1e-13)
+        exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, plain)
+    for key, value in expected.items():
+        assert plain[f"{key}_new"] == pytest.approx(value, rel=1e-13)
 
 
 def test_plain_formulas_read_as_the_author_wrote_them() -> None:
