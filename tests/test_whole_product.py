@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -214,11 +213,11 @@ from optgen.driver import targets
 from tests import product
 
 seed = int(sys.argv[1])
-for spec, plan, *asked in json.load(sys.stdin):
+for spec, plan, target in json.load(sys.stdin):
     pair = spec, plan
     case = random.Random(f"{seed} {pair}").choice(list(targets.cases(product.spec_of(spec), product.plan_of(plan))))
-    made = tool.compile_turn(tool.Turn(pair, 0, seed), [case], asked)
-    print(json.dumps({"pair": pair, "compiled": [made.compiled[t] for t in asked], "failed": made.failed}))
+    made = tool.compile_turn(tool.Turn(pair, 0, seed), [case], [target])
+    print(json.dumps({"pair": pair, "compiled": made.compiled[target], "failed": made.failed}))
 """
 PARTS = 2
 
@@ -226,15 +225,17 @@ PARTS = 2
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_rule_and_every_plan_compiles(tool: ModuleType, compiling: dict[str, str], part: int) -> None:
-    """Each rule with the next of the plans, beginning at a drawn one: one drawn kernel for two of the four targets.
+    """Each rule with the next of the plans, beginning at a drawn one: one drawn kernel, for the targets in turn.
 
     `tools/test_full.py` compiles all kernels of all pairs for all targets.
     """
     pytest.importorskip("triton")
     seed = int(os.environ["OPTGEN_SAMPLE_SEED"])
-    plans, rules = len(product.PLANS), product.WITH_MATRICES
-    pairs = [(rule, product.PLANS[(seed + k) % plans]) for k, rule in enumerate(rules)]
-    asked = [(*pair, *tool.TARGETS[(seed + k + k // plans) % 2 :: 2]) for k, pair in enumerate(pairs)][part::PARTS]
+    by_turns = seed // len(product.PLANS)  # so that a plan comes to every target
+    asked = [
+        (rule, product.PLANS[(seed + k) % len(product.PLANS)], tool.TARGETS[(by_turns + k) % len(tool.TARGETS)])
+        for k, rule in enumerate(product.WITH_MATRICES)
+    ][part::PARTS]
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
     done = subprocess.run(
         [sys.executable, "-c", SAMPLE, str(seed)],
@@ -242,7 +243,7 @@ def test_every_rule_and_every_plan_compiles(tool: ModuleType, compiling: dict[st
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["pair"] for row in rows] == [list(pair) for pair in pairs[part::PARTS]]
+    assert [row["pair"] for row in rows] == [[rule, plan] for rule, plan, _ in asked]
     for row in rows:
         assert not row["failed"], row
-        assert min(row["compiled"]) >= 1, row
+        assert row["compiled"] >= 1, row
