@@ -551,3 +551,16 @@ def test_what_cannot_be_negative_is_refused_where_it_is() -> None:
     saved["state"][1]["v"][0] = -0.0
     for form in (saved, dense):
         assert refusal(opt, form) == ""
+
+
+def test_states_that_torch_loaded_are_refused_with_the_way_to_load_them() -> None:
+    """Its own load_state_dict casts codes to the parameter's dtype."""
+    opt, params = stepped(AdamW, "int8_split24")
+    saved = copy.deepcopy(opt.state_dict())
+    torch.optim.Optimizer.load_state_dict(opt, saved)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"loaded by torch\.optim\.Optimizer\.load_state_dict"):
+        opt.step()
+    opt.load_state_dict(saved)
+    opt.step()

@@ -64,7 +64,7 @@ UNREADABLE = (
     UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
     ArithmeticError, MemoryError, struct.error,
 )  # fmt: skip
-"""What reading raises for bytes that nobody wrote: torch.load runs whatever they say."""
+"""The errors of reading bytes that nobody wrote: torch.load runs whatever they say."""
 
 Path_ = str | os.PathLike[str]
 

@@ -1,13 +1,12 @@
-"""What stands in a checkpoint file, looked at before anything of it is used.
+"""The check of a checkpoint file's content before anything of it is used.
 
-Bytes may be as they were written and still be no checkpoint: of another program, or of a run in which something put
-other values into the optimizer's dicts.  Here is what all readers count on; whether states fit their plans is a
-question of loading.
+A file whose bytes are as they were written may still hold anything. This checks what all readers count on; whether
+states fit their plans is checked when they are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from optgen.runtime.records.misfits import Misfits
 
 
 def problem(content: Mapping[str, Any]) -> str:
-    """What a checkpoint file lacks; "" where nothing."""
-    about, saved, waiting = (content.get(key) for key in ("about", "optimizer", "waiting"))
+    """Return what a checkpoint's content lacks; "" if nothing."""
+    about, saved, waiting, model = (content.get(key) for key in ("about", "optimizer", "waiting", "model"))
     if not isinstance(about, dict) or not all(isinstance(about.get(key), str) for key in ("class", "spec")):
         return "expected 'about', with the 'class' and 'spec' of the optimizer"
     if not isinstance(saved, dict):
@@ -30,10 +29,9 @@ def problem(content: Mapping[str, Any]) -> str:
     except ValueError:
         return misfits.lines[0]
     count = sum(len(group["params"]) for group in groups)
-    rows = about.get("parameters")
+    rows, readings = about.get("parameters"), about.get("readings")
     if not isinstance(rows, list) or len(rows) != count or not all(map(_is_row, rows)):
         return f"expected the 'key', 'shape' and 'dtype' of {count} parameters under 'about'"
-    readings = about.get("readings")
     if not isinstance(readings, list) or not all(_is_reading(one, count) for one in readings):
         return "expected the first values of states under 'about'"
     if not isinstance(waiting, list) or len(waiting) != count:
@@ -41,41 +39,31 @@ def problem(content: Mapping[str, Any]) -> str:
     for i, (bits, row) in enumerate(zip(waiting, rows, strict=True)):
         if bits is not None and not _is_low_bits(bits, row["shape"]):
             return f"expected low bits of a weight of shape {row['shape']}, or None, under 'waiting' for parameter {i}"
-    model = content.get("model")
     if not (model is None or (isinstance(model, dict) and all(isinstance(key, str) for key in model))):
         return "expected the model's state dict, or None, under 'model'"
     return next((f"expected {key!r}" for key in ("model", "extra") if key not in content), "")
 
 
 def _is_row(one: Any) -> bool:
-    """Whether it says what a parameter is, be it one that was never trained, of integers."""
+    """Return True for {"key", "shape", "dtype"} of a parameter, of any dtype."""
     if not isinstance(one, dict) or not {"key", "shape", "dtype"} <= one.keys():
         return False
-    shape, dtype = one["shape"], one["dtype"]
-    return (
-        (one["key"] is None or isinstance(one["key"], str))
-        and isinstance(shape, list)
-        and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-        and isinstance(dtype, str)
-        and isinstance(getattr(torch, dtype, None), torch.dtype)
-    )
+    key, shape, dtype = one["key"], one["shape"], one["dtype"]
+    if not (key is None or isinstance(key, str)) or not isinstance(shape, list) or not isinstance(dtype, str):
+        return False
+    sizes = all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    return sizes and isinstance(getattr(torch, dtype, None), torch.dtype)
 
 
 def _is_reading(one: Any, count: int) -> bool:
-    """Whether it is [position of a parameter, name of a state, numbers]."""
-    return (
-        isinstance(one, Sequence)
-        and len(one) == 3
-        and type(one[0]) is int
-        and 0 <= one[0] < count
-        and isinstance(one[1], str)
-        and isinstance(one[2], list)
-        and all(type(value) is float for value in one[2])
-    )
+    """Return True for [position of a parameter, name of a state, numbers]."""
+    if not isinstance(one, (list, tuple)) or [type(x) for x in one] != [int, str, list]:
+        return False
+    return 0 <= one[0] < count and all(type(value) is float for value in one[2])
 
 
 def _is_low_bits(bits: Any, shape: list[int]) -> bool:
-    """Whether it is what `low_bits.keep` hangs on a weight of that shape."""
+    """Return True for the dict that `low_bits.keep` makes of a weight of that shape."""
     if not isinstance(bits, dict) or bits.keys() != {"low", "at", "exact", "check"} or type(bits["check"]) is not int:
         return False
     low, at, exact = bits["low"], bits["at"], bits["exact"]

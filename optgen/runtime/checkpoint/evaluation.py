@@ -1,4 +1,4 @@
-"""The weights that a model is evaluated with, where they are not those that it trains."""
+"""The weights that a model is evaluated with, if they are not those that it trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optgen.runtime.layout import sharding
 
 
 def weights(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
-    """What `cls.evaluation` makes of a parameter and its states: fp32, of the shape of p, or of its part here."""
+    """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
     _, plan, variant = checkpoint.select(cls, group, p, name)
     function = cls.evaluation
     code = function.__code__

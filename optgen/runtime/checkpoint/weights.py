@@ -1,7 +1,7 @@
-"""The full weights of a model whose parameters show only part of their bits: out as fp32, and back in.
+"""The full weights of a model whose parameters show only part of their bits: read as fp32, and set.
 
-Names are the model's own (tied weights under all of theirs); which parameter an entry of its state dict is, is told
-by identity, so wrappers and hooks that prefix names change nothing here.
+Names are those of the model's state dict (tied weights have several). Parameters are found in it by identity, so that
+wrappers and hooks that prefix names change nothing here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optgen.runtime.states import low_bits, state
 
 
 def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -> None:
-    """States have been made: write the weights that belong to them, and forget the low bits that they took."""
+    """Write the weights that belong to new states, and drop the low bits that these took."""
     for p, value in rounded:
         p.copy_(value)
     for p in params:
@@ -37,7 +37,7 @@ def _put_part(
     value: Tensor,
     hypers: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """A state, where there was none and the weight has low bits: nothing beside a part of a DTensor could hold them."""
+    """Set this rank's part of a weight. Returns a new state if there was none: nothing else could hold its low bits."""
     parts = sharding.Parts.of(p, variant)
     weight, full = parts.weight(p), parts.beside("its weight", value).to(p.device)
     made: dict[str, Any] | None = None
@@ -54,13 +54,12 @@ def _put_part(
 
 
 def _more_than_shown(variant: Variant) -> bool:
-    """Whether a state holds more of a weight than a 16-bit parameter shows."""
+    """Return True if a state holds more of a weight than a 16-bit parameter shows."""
     return any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()
 
 
 def fresh(p: Tensor) -> Tensor:
-    """The weight at full precision before the first step: fp32 and contiguous.  A frozen one, of any dtype, as it is
-    where fp32 does not hold it."""
+    """Return the full weight before the first step: fp32 and contiguous, or as it is if fp32 does not hold it."""
     exact = low_bits.exact(p)
     if exact is not None:
         return exact
@@ -69,7 +68,7 @@ def fresh(p: Tensor) -> Tensor:
 
 
 def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
-    """The same of a parameter with a state; RuntimeError where p is not the weight of its state."""
+    """Return the full weight of a parameter with a state; RuntimeError if p is not the weight of its state."""
     state.check(variant, p, kept, name)
     weight = sharding.decode(plan, variant, p, kept, ("p",))["p"]
     if edited(sharding.local(p), sharding.local(weight)):
@@ -82,7 +81,7 @@ def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name:
 
 
 def edited(p: Tensor, weight: Tensor) -> bool:
-    """Whether p is further from the full weight than any rounding to p's dtype is: more than one place away."""
+    """Return True if p is more than one last place from the full weight: no rounding is."""
     if p.dtype not in low_bits.NARROW:
         return False
     near, shown = weight.to(p.dtype), p.detach().contiguous()
@@ -91,13 +90,13 @@ def edited(p: Tensor, weight: Tensor) -> bool:
 
 
 def _ordered(t: Tensor) -> Tensor:
-    """Patterns of 16-bit floats as integers in the order of their values: neighbours differ by 1."""
+    """Return 16-bit floats as integers in the order of their values, of which neighbours differ by 1."""
     pattern = t.view(torch.int16).to(torch.int32)
     return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
 
 
 def of_model(model: nn.Module, owner: str, weights: Mapping[int, Callable[[], Tensor]]) -> dict[str, Any]:
-    """The model's state dict with fp32 weights.
+    """Return the model's state dict with fp32 weights.
 
     weights   id(parameter) -> its full weight, for those of the optimizer
     """
@@ -121,7 +120,7 @@ def _own_model(model: nn.Module, owner: str, weights: Mapping[int, object]) -> N
 
 
 def _as_it_is(value: Any) -> Any:
-    """What the optimizer does not own, at fp32 where it is narrower."""
+    """Return an entry that the optimizer does not own, as fp32 if it is narrower."""
     if not isinstance(value, Tensor):
         return value
     exact = low_bits.exact(value)
@@ -133,14 +132,14 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass
 class Loading:
-    """Weights that were found to fit: (parameter, what it is to become), and by name what is not the optimizer's."""
+    """Weights that fit: (parameter, its new value) of the optimizer's, and the other entries by name."""
 
     owned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
 
 
 def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object], strict: bool) -> Loading:
-    """Compare a state dict with the model; ValueError lists all that does not fit."""
+    """Compare a state dict with the model. Raises ValueError listing all misfits."""
     misfits = Misfits(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
     if not isinstance(saved, Mapping):
         raise TypeError(f"{owner}.load_master_state_dict takes a state dict, got {saved!r:.80}")
@@ -189,8 +188,7 @@ def _describe(value: Any) -> str:
 
 
 def _misfit(target: Tensor, value: Any) -> str:
-    """What came, where it does not fit or torch could not read it; any floating dtype is a weight, but for codes that
-    are packed."""
+    """Describe a value that does not fit or that torch cannot read; "" if it fits. Floating dtypes fit one another."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
     if value.shape != target.shape or _kind(value) != _kind(target):
@@ -212,15 +210,14 @@ def _misfit(target: Tensor, value: Any) -> str:
 
 
 def _kind(t: Tensor) -> tuple[bool, bool]:
-    """Whether a tensor is a weight, and whether its bytes are pairs of codes, between which and numbers torch copies
-    nothing."""
+    """Return (it is floating, its bytes are pairs of codes, which torch cannot copy to or from numbers)."""
     return t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2
 
 
 def _unwritable(target: Tensor, trained: bool) -> str:
-    """What a tensor of the model is, where torch could not write it.
+    """Describe a tensor of the model that torch cannot write; "" if it can.
 
-    trained   by the optimizer, which looks at what it writes: else torch writes nothing on the meta device
+    trained   the optimizer trains it, and looks at what it writes; other tensors on the meta device are not written
     """
     target = sharding.local(target)
     if target.layout is not torch.strided:
@@ -236,7 +233,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _pattern(t: Tensor) -> Tensor:
-    """The bytes of a tensor: NaN equals itself in them."""
+    """Return the bytes of a tensor, in which NaN equals itself."""
     return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.detach()
 
 
@@ -248,9 +245,9 @@ def put(
     value: Tensor,
     hypers: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Set a weight and what its state keeps of it; of a DTensor, its part on this rank.
+    """Set a weight and the part of it that its state keeps; of a DTensor, the part on this rank.
 
-    Returns a state before the first step where one had to be made.
+    Returns a new state if one had to be made.
     """
     if sharding.is_sharded(p):
         return _put_part(plan, variant, p, kept, value, hypers)

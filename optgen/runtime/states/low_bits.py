@@ -1,9 +1,9 @@
 """The bits that a weight lost when it was cast to 16 bits, kept beside it until an optimizer takes them.
 
-They hang on the Parameter as a dict of plain tensors and an int: pickled with it, freed with it, and seen by nothing
-else (no buffer, no entry of a state dict).  int16 per element: the distance of the fp32 pattern from that of the
-rounded weight; what does not fit (ties, fp16 subnormals) is listed apart.  They belong to one weight: a checksum of
-the weight tells whether somebody has written another one since; then there is nothing to take.
+They are an attribute of the Parameter, a dict of plain tensors and an int: pickled with it, freed with it, and neither
+a buffer nor an entry of a state dict. Each element has an int16, the distance of its fp32 pattern from that of the
+rounded weight; distances that do not fit (ties, fp16 subnormals) are listed separately. A checksum of the weight tells
+whether another one was written since; the low bits then count for nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NARROW = frozenset({torch.bfloat16, torch.float16})
 ODD = 6364136223846793005  # the multiplier of Knuth's MMIX generator; products wrap around
 
 CHUNK = 2**24
-"""Elements worked on at a time: bounds the temporaries to 128 MiB each."""
+"""The number of elements worked on at a time, which bounds temporaries to 128 MiB each."""
 
 _carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models with a Carrier: an optimizer is given parameters, which do not say whose they are."""
+"""The models with a Carrier: parameters do not say which model they belong to."""
 
 
 def keep(p: Tensor, exact: Tensor) -> None:
-    """Keep what `p`, a rounding of `exact` (fp32, p's shape), lost of it; nothing where p is no 16-bit weight."""
+    """Keep the bits of `exact` (fp32, p's shape) that its rounding `p` lost, if p is a 16-bit weight."""
     drop(p)
     if p.dtype not in NARROW:
         return
@@ -55,7 +55,7 @@ def keep(p: Tensor, exact: Tensor) -> None:
 
 
 def exact(p: Tensor) -> Tensor | None:
-    """The full weight, fp32 and contiguous on p's device; None where nothing is kept, or p is another weight by now."""
+    """Return the full weight, fp32 and contiguous on p's device; None if nothing is kept of p's present value."""
     kept = getattr(p, ATTRIBUTE, None)
     if kept is None or p.dtype not in NARROW or kept["low"].shape != p.shape or kept["check"] != checksum(p):
         return None
@@ -68,7 +68,7 @@ def exact(p: Tensor) -> Tensor | None:
 
 
 def drop(p: Tensor) -> None:
-    """Forget what was kept for p, and that somebody carried it: torch swaps no tensors that are remembered weakly."""
+    """Drop the bits of p, and the references of Carriers to p: torch swaps no tensors with weak references."""
     p.__dict__.pop(ATTRIBUTE, None)
     for ref in weakref.getweakrefs(p):
         if isinstance(ref, _Ref):
@@ -76,7 +76,7 @@ def drop(p: Tensor) -> None:
 
 
 def checksum(p: Tensor) -> int:
-    """64 bits that another value, or the same ones in another order, are most unlikely to share."""
+    """Return a 63-bit checksum of values and their order."""
     flat = p.detach().reshape(-1)
     words = flat.view(torch.int16)
     total = 0
@@ -104,7 +104,7 @@ class _Ref(weakref.ref[Tensor]):
 
     @classmethod
     def put(cls, p: Tensor, among: list[_Ref]) -> None:
-        """One more among those of a Carrier."""
+        """Add a reference to those of a Carrier."""
         made = cls(p)
         made.number, made._among = id(p), among
         among.append(made)
@@ -114,10 +114,10 @@ class _Ref(weakref.ref[Tensor]):
 
 
 class Carrier:
-    """Takes the low bits along where a module is deep-copied or sent to another process: torch copies parameters
-    without their attributes there.
+    """The low bits of a module's parameters, copied with it when it is deep-copied or sent to another process.
 
-    Holds the parameters weakly: it keeps none alive that the module has dropped.
+    torch then copies parameters without their attributes. References are weak: parameters that the module has dropped
+    are freed.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -128,12 +128,12 @@ class Carrier:
         self.said = False
 
     def strays(self, own: Collection[int]) -> set[int]:
-        """Which of the parameters are none of these, by the id that they had."""
+        """Return the ids of the parameters that are not among `own`."""
         return {ref.number for ref in self._refs if (p := ref()) is None or id(p) not in own}
 
     @property
     def params(self) -> list[Tensor]:
-        """Those for which something is kept."""
+        """The parameters that have bits."""
         found = [ref() for ref in self._refs]
         return [p for p in found if p is not None and ATTRIBUTE in p.__dict__]
 
@@ -147,14 +147,14 @@ class Carrier:
 
 
 def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> Carrier:
-    """That of copies of parameters, which may have come without what is kept for them."""
+    """Return the Carrier of copies of parameters, and give these their bits."""
     for p, own in zip(params, kept, strict=True):
         setattr(p, ATTRIBUTE, own)
     return Carrier(params)
 
 
 def carry(module: nn.Module) -> None:
-    """Let copies of the module, and of each part of it, keep what is kept for its parameters."""
+    """Let copies of the module, and of each of its parts, keep the bits of its parameters."""
     for part in module.modules():
         part.__dict__.pop(CARRIER, None)
         # The whole has those of all: a parameter may be given to another of its modules.
@@ -176,10 +176,10 @@ def _is_part(p: Tensor) -> bool:
 
 
 def lost(module: nn.Module) -> int:
-    """How many parameters that had bits kept the module has no more, where others are sharded: what shards a model puts
-    DTensors, or flat parts, in their places.  0 where that was said already.
+    """Return how many parameters with bits were replaced when the module was sharded; 0 if that was said already.
 
-    Elsewhere other weights may have come (a new head, an assigned state dict), to which those bits never belonged.
+    Parameters of a module that is not sharded may have been replaced by other weights (a new head, an assigned state
+    dict), to which the bits never belonged.
     """
     params = list(module.parameters())
     if not any(_is_part(p) for p in params):

@@ -1,5 +1,4 @@
-"""The state of one parameter: plain tensors under the names of the variant's fields, `step` (int, steps
-done) and the host states (floats)."""
+"""The state of one parameter: a tensor for each field of the variant, `step` (an int) and host states (floats)."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ State = dict[str, Any]
 
 
 def of(states: Mapping[Any, State], p: Tensor) -> State | None:
-    """The state of a parameter; None where it has none, or nothing but what its user keeps there."""
+    """Return the state of a parameter; None if it has none, or only entries of the user."""
     found = states.get(p)
     return found if found and "step" in found else None
 
 
 def of_parameters(states: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
-    """The states of an optimizer without what its user keeps among them under other keys."""
+    """Return the states of parameters, without entries of the user under other keys."""
     return (entry for key, entry in states.items() if isinstance(key, Tensor))
 
 
@@ -36,7 +35,7 @@ _HOME = "_optgen_home"
 
 
 def settle(p: Tensor, device: torch.device | None) -> None:
-    """From now on the states of p are on that device; None: on that of p."""
+    """Put the states of p, from now on, on a device; None stands for that of p."""
     if device is not None:
         setattr(p, _HOME, device)
     elif hasattr(p, _HOME):
@@ -44,13 +43,13 @@ def settle(p: Tensor, device: torch.device | None) -> None:
 
 
 def home(p: Tensor) -> torch.device:
-    """Where the states of p are: with it, unless they were settled elsewhere."""
+    """Return the device of the states of p: that of p, unless they were settled elsewhere."""
     found: torch.device = getattr(p, _HOME, p.device)
     return found
 
 
 def at_home(p: Tensor) -> Tensor:
-    """p, or a copy of it where its states are; one of zeros where it has no values."""
+    """Return p, or a copy of it on the device of its states, of zeros if p is on the meta device."""
     device = home(p)
     if device == p.device:
         return p
@@ -61,7 +60,7 @@ def at_home(p: Tensor) -> Tensor:
 
 
 def overlaps(p: Tensor) -> bool:
-    """Whether several elements of p are one, as in expanded views and sliding windows."""
+    """Return True if elements of p share memory, as in expanded views and sliding windows."""
     dims = sorted((stride, size) for size, stride in zip(p.shape, p.stride(), strict=True) if size > 1)
     if p.is_contiguous() or not p.numel():
         return False
@@ -74,7 +73,7 @@ def overlaps(p: Tensor) -> bool:
 
 
 def _apart(dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether all elements of a tensor of these (stride, size) lie at places of their own: counted."""
+    """Return True if all elements of a tensor of these (stride, size) have places of their own, found by counting."""
     places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
         places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
@@ -82,7 +81,7 @@ def _apart(dims: Sequence[tuple[int, int]]) -> bool:
 
 
 def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The first two of the tensors that have an element in common, by their positions; None where there are none.
+    """Return the positions of the first two tensors that share an element, or None.
 
     Tensors without memory of their own (on meta, empty, freed by what shards them, those of other classes) have none.
     """
@@ -106,7 +105,7 @@ def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have a byte in common, of which b begins within the span of a: marked in as much memory."""
+    """Return True if two tensors share a byte; b begins within the span of a. Takes as much memory as they span."""
     if a.is_contiguous():
         return True
     first = a.data_ptr()
@@ -124,7 +123,7 @@ def _meet(a: Tensor, b: Tensor) -> bool:
 
 
 def _beside(a: Tensor, b: Tensor, first: int) -> bool:
-    """Whether their rows lie beside one another in rows of a common tensor, as column blocks do: told by arithmetic."""
+    """Return True if arithmetic shows that a and b are separate columns of a common tensor."""
     pitches: set[int] = set()
     taken: list[tuple[int, int]] = []  # of a common row, in bytes
     for t in (a, b):
@@ -141,18 +140,18 @@ def _beside(a: Tensor, b: Tensor, first: int) -> bool:
 
 
 def wraps(t: Any) -> bool:
-    """Whether a tensor stands for others, whose memory is not its own; DTensors, whose parts are known, aside."""
+    """Return True for tensor subclasses without storage of their own, except DTensor."""
     return is_traceable_wrapper_subclass(t) and not sharding.is_sharded(t)
 
 
 def is_fake(t: Tensor) -> bool:
-    """Whether a tensor only says how it would lie, on a device that may be the CPU."""
+    """Return True for fake tensors, which may claim any device."""
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return fake is not None and isinstance(t, fake)
 
 
 def has_memory(t: Tensor, eager: bool) -> bool:
-    """Whether kernels may read a tensor at its address; eager torch also takes those that have none by nature."""
+    """Return True if kernels may read a tensor at its address; eager torch also reads fake tensors."""
     if not t.numel() or t.device.type == "meta":  # of the latter, kernels are refused by name
         return True
     if is_fake(t):
@@ -161,8 +160,7 @@ def has_memory(t: Tensor, eager: bool) -> bool:
 
 
 def materialized(t: Tensor) -> Tensor:
-    """t, or a copy in memory of the zeros that torch's backward may leave (that of torch.sgn does): they say that
-    they have storage, lie nowhere, and are not to be written."""
+    """Return t, or a copy of a zero without memory, as torch's backward may leave (torch.sgn's does)."""
     return t.clone() if t._is_zerotensor() else t
 
 
@@ -171,9 +169,10 @@ def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def label(p: Tensor, name: str | int, kind: str = "parameter") -> str:
-    """How errors call a parameter: its name, or its position over all groups.
+    """Return the description of a parameter in errors.
 
-    kind   what it is instead: a buffer
+    name   its name, or its position over all groups
+    kind   "buffer" for a buffer
     """
     return f"{kind} {name!r} ({describe(p.dtype, tuple(p.shape))})"
 
@@ -188,12 +187,13 @@ def create(
     rounded: list[tuple[Tensor, Tensor]] | None = None,
     step: Any = 0,
 ) -> State:
-    """A state before the first step; what `present` already holds stays as it is.
+    """Return a state before the first step; entries of `present` stay as they are.
 
-    Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
-    Fields on the CPU are laid into the arena, where one is given.
-    rounded   gets (p, what p has to hold) where the weight has low bits kept for it; the caller writes it
-    step      steps done, where only what a flag asks for from now on is missing
+    Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero. Fields on the
+    CPU are put into the arena.
+
+    rounded   gets (p, its new value) if the weight has low bits; the caller writes it
+    step      the steps done, if only states that a flag needs from now on are missing
     """
     state: State = dict(present)
     state["step"] = step
@@ -216,7 +216,7 @@ def create(
 
 
 def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
-    """Bytes of the fields that `create` will make, in its order; nothing where it needs no room for them."""
+    """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
     if is_fake(p):
         return []
     fields = [f for f in variant.fields if f.name not in present]
@@ -228,7 +228,7 @@ def _is_zero(start: Tensor | float) -> bool:
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """What each state holds before the first step: a number, or where the rule says so p or a hyper-parameter."""
+    """Return each state before the first step: a number, or p if the rule says so."""
     values: dict[str, Tensor | float] = {}
     for name in variant.states:
         start = variant.init.get(name, 0.0)
@@ -240,7 +240,7 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
 
 
 def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
-    """The field's tensor in which every entry decodes to 0."""
+    """Return the field's tensor in which every entry decodes to 0."""
     shape = layout.field_shape(field, p.shape)
     if arena is not None and home(p).type == "cpu" and not is_fake(p):
         made = arena.zeros(shape, field.torch_dtype)
@@ -249,7 +249,7 @@ def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
 
 
 def step_count(value: object) -> int | None:
-    """A `step` as an int: ints, whole floats and one-element tensors of them; None for all else."""
+    """Return a `step` as an int, from an int, a whole float or a one-element tensor; None for anything else."""
     if type(value) is int:
         return value if value >= 0 else None
     number = None if isinstance(value, bool) else as_float(value)
@@ -257,7 +257,7 @@ def step_count(value: object) -> int | None:
 
 
 def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
-    """What keeps a state from being one of `variant` for p; nothing where it fits."""
+    """Yield the reasons why a state is not one of `variant` for p; nothing if it fits."""
     for f in variant.fields:
         want = describe(f.torch_dtype, layout.field_shape(f, p.shape))
         value = state.get(f.name)
@@ -272,7 +272,7 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
 
 
 def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
-    """RuntimeError where the state does not belong to (variant, p)."""
+    """Raise RuntimeError if the state does not fit the variant and p."""
     found = list(problems(variant, p, state))
     if not found:
         return
@@ -284,7 +284,8 @@ def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int
         )
     raise RuntimeError(
         f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
-        f"flag?): {'; '.join(found)}"
+        f"flag, or loaded by torch.optim.Optimizer.load_state_dict, which casts it? The optimizer's own "
+        f"load_state_dict(saved) reads it as it was saved): {'; '.join(found)}"
     )
 
 
@@ -295,10 +296,11 @@ INFERENCE = (
 
 
 def of_inference(written: Tensor) -> bool:
-    """Whether torch must not write this tensor in place: it was made under torch.inference_mode, outside of which it
-    writes such a one and then raises an error.
+    """Return True if torch must not write this tensor in place: it was made under torch.inference_mode.
 
-    written   of a DTensor what is written: its part on this rank, or itself
+    Outside of it, torch writes such a tensor and then raises an error.
+
+    written   of a DTensor the part on this rank, if that is written
     """
     return written.is_inference() and not torch.is_inference_mode_enabled()
 
@@ -310,11 +312,11 @@ def refuse_inference(
     fields: Mapping[str, Any] = MappingProxyType({}),
     kind: str = "parameter",
 ) -> None:
-    """RuntimeError for a tensor that torch is not to write (`of_inference`).
+    """Raise RuntimeError for a tensor that torch must not write (`of_inference`).
 
-    p, name, kind   how errors call it (`label`)
-    weight          what will be written of p, where anything is
-    fields          of its state those that will be written, by name
+    p, name, kind   its description in errors (`label`)
+    weight          the part of p that will be written, if any
+    fields          the fields of its state that will be written, by name
     """
     if weight is not None and of_inference(weight):
         raise RuntimeError(f"{label(p, name, kind)} {INFERENCE}")
