@@ -39,7 +39,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, mean, state
 from optgen.lang import optimizer as rule
 from optgen.ops import dtypes
-from optgen.runtime import files, optimizer
+from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
 from optgen.verify.differential import Values, compare, enclose, oracle
@@ -498,80 +498,6 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
         for k, (p, q) in enumerate(zip(here_only, zeros, strict=True)):
             assert torch.equal(p.to_local(), q.to_local())
             assert (k == 1) == (p not in one.state), k
-
-
-@case(2)
-def a_step_that_broke_off(here: Here) -> None:
-    """Made again, it steps what was left: parts that no rank waits for, and what ranks work on together; where one rank
-    has made a step that another has not, that is said."""
-    breaks_off(here, offload=False)
-
-
-@case(2)
-def a_step_that_broke_off_with_offload(here: Here) -> None:
-    """Likewise where the option asks for the host and the parts are there already."""
-    if here.mesh(2).device_type == "cpu":  # those on devices are refused
-        breaks_off(here, offload=True)
-
-
-def breaks_off(here: Here, *, offload: bool) -> None:
-    mesh = here.mesh(2)
-    # Halves of the vector cut blocks: all ranks step all of it.  The second group makes a second launch.
-    pieces = rows(here, mesh, [(4160,), (97, 130), (64, 256)], torch.bfloat16)
-    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24", backend="reference", offload=offload)
-    for opt, params in ((runs.one, runs.alone), (runs.many, runs.parts)):
-        del opt.param_groups[0]["params"][2]
-        opt.add_param_group({"params": params[2:]})
-    runs.step()
-    launch, left = optimizer.run_reference, [0]
-
-    def fails_once(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError("injected")
-        launch(*args)
-
-    def broken(opt: Any, at: int) -> None:
-        left[0] = at
-        optimizer.run_reference = fails_once
-        try:
-            with refused(OSError, "injected"):
-                opt.step()
-        finally:
-            optimizer.run_reference = launch
-
-    def give(but: int | None = None) -> None:
-        for k, (piece, p, q) in enumerate(zip(pieces, runs.alone, runs.parts, strict=True)):
-            g = here.values(*piece.value.shape, dtype=piece.value.dtype)
-            of = sharding.layout_of(q)
-            p.grad, q.grad = g, None if k == but else sharding.wrapped(sharding.part_of(g, of), of)  # nothing is sent
-
-    give()
-    broken(runs.many, 2)
-    runs.one.step()
-    runs.many.step()
-    runs.same()
-    # The vector's gradient is rank 1's alone: rank 0 makes its step with zeros.
-    give(but=0 if here.rank == 0 else None)
-    g = runs.alone[0].grad.clone()
-    g[: 4160 // 2] = 0
-    runs.alone[0].grad = g
-    broken(runs.many, 1)
-    runs.one.step()
-    runs.many.step()
-    runs.same()
-    # Rank 0 breaks off, rank 1 does not and goes on: both are told, and neither waits for the other.
-    give()
-    if here.rank == 0:
-        broken(runs.many, 1)
-    else:
-        runs.many.step()
-        give()
-    kept = [p.to_local().clone() for p in runs.parts]
-    where = ("this rank", "not on all others") if here.rank == 0 else ("other ranks", "not on this one")
-    with refused(RuntimeError, f"parameter 0 (bfloat16 [4160]) made its step on {where[0]}", where[1], "have parted"):
-        runs.many.step()
-    assert all(torch.equal(p.to_local(), old) for p, old in zip(runs.parts, kept, strict=True))
 
 
 @case(2)

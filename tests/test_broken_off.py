@@ -1,11 +1,10 @@
-"""A kernel that fails after others of its step have run: what is said, and that making the step again does the rest."""
+"""Kernels that fail after others of their step have run, and interrupts: errors that say what has been stepped."""
 
 from __future__ import annotations
 
-import copy
+import re
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,12 +20,12 @@ from triton.runtime import interpreter
 
 import optgen.optim as optim
 from optgen import cast_model
-from optgen.runtime import Optimizer, optimizer
+from optgen.runtime import Optimizer
 from optgen.runtime.checkpoint import weights
 from optgen.runtime.cpu import cpu
 from optgen.runtime.gpu import compiled
 from optgen.runtime.modes import offload
-from optgen.runtime.step import launch
+from optgen.runtime.step import launch, stepper
 from optgen.runtime.work import counting
 from tests.test_offload import moved
 from tests.test_replay_triton import everything, params_of
@@ -54,7 +53,7 @@ class Broken(Exception):
 
 
 LAUNCHES: Mapping[str, tuple[Any, str]] = {
-    "reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (compiled, "start"),
+    "reference": (stepper, "run_reference"), "cpp": (cpu, "call"), "triton": (compiled, "start"),
 }  # fmt: skip
 
 
@@ -76,119 +75,33 @@ def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[
 
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
-def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, backend: str, before: int) -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_error_says_what_has_been_stepped(
+    monkeypatch: pytest.MonkeyPatch, backend: str, before: int, at: int
+) -> None:
     whole, opt = made(backend), made(backend)
-    for step in range(before):
-        for one in (whole, opt):
-            give(one, step)
-            one.step()
-    for step, at in ((before, 1), (before + 1, 2), (before + 2, 0)):
+    for step in range(before + 1):
         for one in (whole, opt):
             give(one, step)
         whole.step()
-        mend = failing(monkeypatch, backend, at)
-        with pytest.raises(Broken, match="injected") as caught:
+        if step < before:
             opt.step()
-        mend()
-        (said,) = caught.value.__notes__
-        assert repr(caught.value.__cause__) == "OSError('the cause')"
-        names = ["'a'", "'b'", "'c', 'd'"]
-        assert f"({', '.join(names[:at])}) made the step" in said or at == 0
-        assert f"({', '.join(names[at:])}) not; {names[at]} may hold a part of it" in said
-        assert everything(opt) != everything(whole)
-        opt.step()
-        assert everything(opt) == everything(whole)
-    for one in (whole, opt):  # nothing stays behind
-        one.step()
-    assert everything(opt) == everything(whole)
-
-
-def broken_at_first(monkeypatch: pytest.MonkeyPatch) -> optim.AdamW:
-    """Its very first step has broken off in the second of its kernels, which are whole again."""
-    opt = made("cpp")
-    give(opt, 0)
-    mend = failing(monkeypatch, "cpp", 2)
-    with pytest.raises(Broken):
+    mend = failing(monkeypatch, backend, at)
+    with pytest.raises(Broken, match="injected") as caught:
         opt.step()
     mend()
-    return opt
-
-
-@pytest.mark.parametrize("changed", ["another", "in place", "unseen"])
-def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
-    opt = broken_at_first(monkeypatch)
-    kept = copy.deepcopy(opt)
-    for p, q in zip(params_of(opt), params_of(kept), strict=True):
-        assert p.grad is not None
-        if changed == "another":
-            p.grad = p.grad.clone()
-        elif changed == "in place":
-            p.grad.add_(0)
-        else:
-            p.grad.data.mul_(2)  # another version counter
-        q.grad = p.grad.clone()
-    opt.step()
-    assert [opt.state[p]["step"] for p in params_of(opt)] == [2, 2, 1, 1]
-    kept.step()
-    assert everything(kept) == everything(opt)
-
-
-def test_an_attempt_that_fails_again_keeps_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, opt = made("cpp"), made("cpp")
-    for one in (whole, opt):
-        give(one, 0)
-    whole.step()
-    for _ in range(2):  # each steps one bucket more
-        mend = failing(monkeypatch, "cpp", 1)
-        with pytest.raises(Broken) as caught:
-            opt.step()
-        mend()
-    assert "2 parameters have ('a', 'b') made the step, 2 parameters have ('c', 'd') not" in caught.value.__notes__[0]
-    opt.step()
-    assert everything(opt) == everything(whole)
-
-
-def broken(monkeypatch: pytest.MonkeyPatch, at: int) -> optim.AdamW:
-    """After a step, the next one has broken off."""
-    opt = made("cpp")
-    give(opt, 0)
-    opt.step()
-    give(opt, 1)
-    mend = failing(monkeypatch, "cpp", at)
-    with pytest.raises(Broken):
-        opt.step()
-    mend()
-    return opt
+    (said,) = caught.value.__notes__
+    assert repr(caught.value.__cause__) == "OSError('the cause')"
+    names = ["'a'", "'b'", "'c', 'd'"]
+    assert f"({', '.join(names[:at])}) made the step" in said or at == 0
+    assert f"({', '.join(names[at:])}) not; {names[at]} may hold a part of it" in said
+    assert counts(opt) == [before + (i < at) for i in range(4)]
+    for p, q in zip(params_of(whole)[:at], params_of(opt), strict=False):
+        assert torch.equal(p, q)
 
 
 def counts(opt: Optimizer) -> list[int]:
     return [int(opt.state[p]["step"]) for p in params_of(opt)]
-
-
-def test_a_checkpoint_ends_the_step_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was loaded has not made it, though the gradients are the same."""
-    opt, whole = broken(monkeypatch, 2), made("cpp")
-    assert counts(opt) == [2, 2, 1, 1]
-    give(whole, 0)
-    whole.step()
-    opt.load_state_dict(whole.state_dict())
-    with torch.no_grad():
-        for p, q in zip(params_of(opt), params_of(whole), strict=True):
-            p.copy_(q)
-    give(whole, 1)
-    for one in (opt, whole):
-        one.step()
-    assert everything(opt) == everything(whole)
-
-
-def test_a_step_whose_rest_was_given_up_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    opt = broken(monkeypatch, 2)
-    for p in params_of(opt)[2:]:
-        p.grad = None
-    opt.step()
-    assert counts(opt) == [2, 2, 1, 1]
-    opt.step()
-    assert counts(opt) == [3, 3, 1, 1]
 
 
 def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,35 +115,19 @@ def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pyte
         with pytest.raises(Broken) as caught:
             opt.step()
     assert not hasattr(caught.value, "__notes__")
-    assert opt._broke_off is None
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_makes_the_step_again_with_the_scale_of_the_first_attempt(
-    monkeypatch: pytest.MonkeyPatch, fused: bool
-) -> None:
-    both = [(made("cpp", fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)) for _ in range(2)]
-    for step in range(2):
-        for i, (opt, scaler) in enumerate(both):
-            give(opt, step)
-            for p in params_of(opt):
-                assert p.grad is not None
-                scaler.scale(p.grad.mul_(4))  # the scaler makes its scale when it is first asked
-            if i == 1:
-                mend = failing(monkeypatch, "cpp", 1)
-                with pytest.raises(Broken):
-                    scaler.step(opt)
-                mend()
-            scaler.step(opt)
-            scaler.update()
-        assert everything(both[0][0]) == everything(both[1][0])
-
-
-def test_gradients_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    opt = broken_at_first(monkeypatch)
-    gradient = weakref.ref(params_of(opt)[0].grad)
-    opt.zero_grad()
-    assert gradient() is None
+def test_the_scale_of_a_step_that_failed_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaler takes it back after steps that succeed only."""
+    opt, scaler = made("cpp", fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+    give(opt, 0)
+    for p in params_of(opt):
+        assert p.grad is not None
+        scaler.scale(p.grad)  # the scaler makes its scale when it is first asked
+    failing(monkeypatch, "cpp", 1)
+    with pytest.raises(Broken):
+        scaler.step(opt)
+    assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -360,18 +257,19 @@ def test_offloaded_parameters(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Chunks that were stepped are back on the device, one that broke off as far as it came."""
     monkeypatch.setattr(offload, "CHUNK", 400)  # a and b; c; d
     whole, opt = moved(made("cpp")), moved(made("cpp"))
-    for step in range(2):
-        for one in (whole, opt):
-            give(one, step)
-        whole.step()
-        mend = failing(monkeypatch, "cpp", at)
-        with pytest.raises(Broken) as caught:
-            opt.step()
-        mend()
-        assert len(caught.value.__notes__) == 1
-        assert "AdamW.step() broke off: " in caught.value.__notes__[0]
+    for one in (whole, opt):
+        give(one, 0)
+    whole.step()
+    failing(monkeypatch, "cpp", at)
+    with pytest.raises(Broken) as caught:
         opt.step()
-        assert everything(opt) == everything(whole)
+    (said,) = caught.value.__notes__
+    assert "AdamW.step() broke off: " in said
+    stepped = re.findall(r"'(\w)'", said.partition("made the step")[0])
+    assert len(stepped) >= at and f"'{'abcd'[at]}' may hold a part of it" in said
+    for name, p, q in zip("abcd", params_of(whole), params_of(opt), strict=True):
+        assert torch.equal(p, q) == (name in stepped), name
+        assert bool(opt.state.get(q, {}).get("step")) == (name in stepped), name
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, backend: str, times: int = 1) -> Callable[[], None]:

@@ -269,7 +269,7 @@ def test_nothing_is_read_on_the_way(
         if with_scaler:
             opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
         if not short:
-            opt._fast_path = fast_path.FastPath()
+            opt._stepper.fast_path = fast_path.FastPath()
         with Reads() if step else nullcontext():
             opt.step()
     assert len(launched) % 3 == 0
@@ -301,7 +301,7 @@ def captured(opt: Optimizer, count: Tensor) -> None:
 def test_counts_that_something_else_has_changed_are_followed(change: Any) -> None:
     opt = trained(AdamW, 4, plan="fp32", capturable=True, fused=True)
     count = opt.state[params_of(opt)[0]]["step"]
-    assert opt._fast_path.last is not None
+    assert opt._stepper.fast_path.last is not None
     change(opt, count)
     for step in (4, 5):
         params = [nn.Parameter(p.detach().clone()) for p in params_of(opt)]
@@ -447,7 +447,7 @@ def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     graph = Graph(monkeypatch)
     sides = [trained(AdamW, plan="bf16_sr", capturable=True) for _ in range(2)]
     opt, plain = sides
-    first = list(opt._launcher._used.values())
+    first = list(opt._stepper.launcher._used.values())
     for p in params_of(opt):
         assert p.grad is not None
         p.grad = p.grad.clone()
@@ -455,9 +455,9 @@ def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     opt.step()
     graph.on = False
     plain.step()
-    captured = opt._launcher._captured
+    captured = opt._stepper.launcher._captured
     assert [x for entry in captured if isinstance(entry, tuple) for x in entry[1]]
-    assert list(opt._launcher._used.values()) == first  # the graph's are its own
+    assert list(opt._stepper.launcher._used.values()) == first  # the graph's are its own
     for one in sides:
         give(params_of(one), 8)
         one.step()
@@ -468,7 +468,7 @@ def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     graph.on = False
     plain.step()
     assert everything(opt) == everything(plain)
-    assert len(opt._launcher._captured) > len(first)
+    assert len(opt._stepper.launcher._captured) > len(first)
 
 
 def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPat
     ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
     theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
     compare(ours, theirs, SHAPES)
-    assert theirs[2]._fast_path.last is not None
+    assert theirs[2]._stepper.fast_path.last is not None
 
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
@@ -217,7 +217,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
     whole = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     cut = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     function, given = stages_of(cut[2])
-    count = len(cut[2]._fast_path.last.buckets[0].variant.stages)
+    count = len(cut[2]._stepper.fast_path.last.buckets[0].variant.stages)
     assert function(*given, -1, count) and function(*given, 0, count + 1)
     for k in range(count):
         assert function(*given, k, k + 1) == 0
@@ -229,7 +229,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
 
 def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
     """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
-    part = opt._fast_path.last.buckets[0]
+    part = opt._stepper.fast_path.last.buckets[0]
     (library,) = native.load([cpu.job(plan_module(opt, part), part.variant.kernel_name, torch.bfloat16)])
     assert isinstance(library, ctypes.CDLL)
     function = library.optgen_stages
@@ -246,12 +246,12 @@ def plan_module(opt: Any, part: Any) -> Any:
 def test_room_is_kept_while_shapes_are_the_same() -> None:
     cls = optgen.compile("came", "int8_split24", maths="strict")
     params, _, opt = train(cls, "cpp", torch.bfloat16, "int8_split24", [(130, 150)])
-    (tables,) = opt._launcher._used.values()
+    (tables,) = opt._stepper.launcher._used.values()
     room, rows = tables.table.room, tables.table.rows
     p = opt.param_groups[0]["params"][0]
     p.data = p.data.clone()
     opt.step()
-    (tables,) = opt._launcher._used.values()
+    (tables,) = opt._stepper.launcher._used.values()
     assert tables.table.room is room
     assert tables.table.rows is not rows
     assert params[0].data_ptr() == rows[0] != tables.table.rows[0] == p.data_ptr()

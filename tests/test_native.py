@@ -217,7 +217,7 @@ def test_kernels_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_same_bits_as_the_reference() -> None:
     same_as_eager()
     opt = trained("auto")
-    assert opt._fast_path.last is not None
+    assert opt._stepper.fast_path.last is not None
     assert everything(opt) == everything(trained("reference"))
 
 
@@ -850,10 +850,10 @@ for step in range(3):
     test_native.give(params, step)
     opt.step()
     assert len(native.mapped_openmp()) == 1, native.mapped_openmp()
-assert opt._fast_path.last is not None and cpu.threads(70000) == 2
+assert opt._stepper.fast_path.last is not None and cpu.threads(70000) == 2
 child = os.fork()
 opt.step()
-os.write(1, f"{opt._fast_path.last is not None} {cpu.threads(70000)}\\n".encode())  # print may write in pieces
+os.write(1, f"{opt._stepper.fast_path.last is not None} {cpu.threads(70000)}\\n".encode())  # print may write in pieces
 if child:
     assert os.waitpid(child, 0)[1] == 0
 """
@@ -868,7 +868,7 @@ if child:
 
 def is_short(opt: Optimizer) -> bool:
     """Whether the next step can go the short way, as far as the last one knows."""
-    return opt._fast_path.last is not None
+    return opt._stepper.fast_path.last is not None
 
 
 def named() -> list[nn.Parameter]:
@@ -1139,7 +1139,7 @@ def test_versions_hooks_and_closures() -> None:
 def test_steps_of_copies() -> None:
     opt = trained()
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert other._fast_path.last is None
+        assert other._stepper.fast_path.last is None
         give(other.param_groups[0]["params"], 5)
         other.step()
         other.step()
@@ -1212,7 +1212,7 @@ def test_generated_kernels_the_short_way(threads: int, monkeypatch: pytest.Monke
             groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "seed": 3}]
             opt = AdamW(groups, lr=1e-2, backend="cpp")
             if not short:
-                monkeypatch.setattr(opt._fast_path, "keep", lambda *_: None)
+                monkeypatch.setattr(opt._stepper.fast_path, "keep", lambda *_: None)
             for step in range(6):
                 give(params, step)  # type: ignore[arg-type]
                 opt.param_groups[0]["lr"] = 0.01 / (step + 1)

@@ -153,7 +153,7 @@ def test_released_parameters_share_one_thread() -> None:
     before = {t.ident for t in threading.enumerate()}
     handle = moved(opt).release_gradients(model)
     train(opt, model, 2)
-    assert len(handle._ones) > 2
+    assert len(handle._release._released) > 2
     assert len([t for t in threading.enumerate() if t.ident not in before and "optgen-offload" in t.name]) == 1
 
 

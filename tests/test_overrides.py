@@ -537,7 +537,7 @@ def test_accumulators_follow_marks(named: bool) -> None:
     opt = AdamW(model.named_parameters() if named else model.parameters(), plan="int8_split24")
     handle = opt.release_gradients(model, accumulate=2, accumulator=accumulator("int8"))
     model(torch.arange(5)).float().sum().backward()
-    kept = {one.name: one.sums._entry for one in handle._ones.values() if one.sums and one.sums._entry}
+    kept = {one.name: one.sums._entry for one in handle._release._released.values() if one.sums and one.sums._entry}
     names = [name for name, _ in model.named_parameters()]
     found = {name if isinstance(name, str) else names[name] for name, entry in kept.items() if "total" in entry}
     assert found == SMALL | {"embed.weight", "head.weight"}
@@ -687,7 +687,7 @@ def test_a_parameter_that_is_a_key_is_known_when_it_comes_back(forgotten: bool) 
         opt.add_param_group({"params": [other]})
         other.grad = torch.ones(2)
         opt.step()
-        assert len(opt._dtypes) == 1
+        assert len(opt._stepper.dtypes) == 1
     opt.add_param_group({"params": [model.body.weight, model.head.weight]})
     assert sum("fp32 states" in plan for plan in opt.plans().values()) == 1
 

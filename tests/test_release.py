@@ -457,7 +457,7 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     assert not opt.state
     with pytest.raises(RuntimeError, match="micro-batches are waiting"):
         handle.state_dict()
-    kept = handle._ones[id(model.inner.weight)].sums
+    kept = handle._release._released[id(model.inner.weight)].sums
     assert kept is not None and kept._entry is not None
     stored = sum(v.nbytes for v in kept._entry.values() if isinstance(v, Tensor))
     assert stored == 72 * 64 + 72 * 2  # a byte per element, two per block of 64

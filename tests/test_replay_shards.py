@@ -43,7 +43,7 @@ def made(short, **options):
     params = [torch.nn.Parameter(shard(*shape, seed=k)) for k, shape in enumerate([(8, 640), (5, 130), (0, 7), (1,)])]
     opt = AdamW(params, plan="int8_split24", backend="cpp", lr=1e-2, **options)
     if not short:
-        opt._fast_path.keep = lambda *_: None
+        opt._stepper.fast_path.keep = lambda *_: None
     for step in range(2):
         give(opt, step)
         opt.step()
@@ -84,7 +84,7 @@ SHORT = {nothing, grad_elsewhere}
 for change in (nothing, grad_elsewhere, grad_by_columns, grad_placed_otherwise, no_grad, grad_half, part_moved,
                state_part_moved, state_replaced, step_set):
     one, other = made(True), made(False)
-    assert one._fast_path.last is not None and other._fast_path.last is None
+    assert one._stepper.fast_path.last is not None and other._stepper.fast_path.last is None
     for opt in (one, other):
         p = opt.param_groups[0]["params"][0]
         change(p, opt.state[p])
@@ -113,7 +113,7 @@ for cls, shape, options in ((LAMB, (8, 64), {}), (AdamW, (4160 // 2,), {})):
             params[0].grad = shard(8, 640, seed=step)
             opt.step()
         waits = cls is LAMB or not frozen
-        assert (opt._fast_path.last is None) == waits, (cls, frozen)
+        assert (opt._stepper.fast_path.last is None) == waits, (cls, frozen)
     params[1].requires_grad_(False)
 """
 

@@ -43,7 +43,7 @@ def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, *
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
     opt = cls(groups, lr=0.1, plan="fp32", backend=backend, **options)
     if not short:
-        opt._fast_path.keep = lambda *_: None  # type: ignore[method-assign]
+        opt._stepper.fast_path.keep = lambda *_: None  # type: ignore[method-assign]
     for step in range(2):
         give(params, step)
         opt.step()
@@ -148,8 +148,8 @@ def test_whatever_changes_is_seen(
     change: Callable[[Optimizer], None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt, long = trained(AdamW, **options), trained(AdamW, short=False, **options)
-    assert opt._fast_path.last is not None
-    assert long._fast_path.last is None
+    assert opt._stepper.fast_path.last is not None
+    assert long._stepper.fast_path.last is None
     taken: list[bool] = []
     again = fast_path.CachedStep.run
     monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
@@ -165,7 +165,7 @@ def test_whatever_changes_is_seen(
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
 def test_steps_of_several_stages(options: dict[str, Any]) -> None:
     opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
-    kept, taken = opt._fast_path.last, []
+    kept, taken = opt._stepper.fast_path.last, []
     for step in range(4):
         for one in (opt, long):
             taken.append([p.grad for p in params_of(one)])  # alive, so that the new ones lie elsewhere
@@ -173,7 +173,7 @@ def test_steps_of_several_stages(options: dict[str, Any]) -> None:
                 one.zero_grad()
             give(params_of(one), step)
             one.step()
-        assert opt._fast_path.last is kept is not None
+        assert opt._stepper.fast_path.last is kept is not None
     assert everything(opt) == everything(long)
 
 
@@ -212,7 +212,7 @@ def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
             end += -(-size // 64) * 64 + (k % 2)  # every second one lies at an odd place
         opt = AdamW(params, plan="bf16_sr", lr=0.1, backend="triton")
         if not short:
-            opt._fast_path.keep = lambda *_: None  # type: ignore[method-assign]
+            opt._stepper.fast_path.keep = lambda *_: None  # type: ignore[method-assign]
         kept = []
         for step in range(6):
             for p in params:
@@ -220,12 +220,12 @@ def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
                 p.grad = p.grad.copy_(g) if step == 4 and p.grad is not None else g
             kept.append([p.grad for p in params])
             if step == 4:  # a long step finds tables that have followed
-                opt._fast_path.last = None
-            before = opt._fast_path.last
+                opt._stepper.fast_path.last = None
+            before = opt._stepper.fast_path.last
             opt.step()
-            assert opt._fast_path.last is (before if before is not None else opt._fast_path.last)
+            assert opt._stepper.fast_path.last is (before if before is not None else opt._stepper.fast_path.last)
         if short:
-            assert opt._fast_path.last is not None
+            assert opt._stepper.fast_path.last is not None
         sides.append(everything(opt))
     assert sides[0] == sides[1]
 
@@ -238,7 +238,7 @@ def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "start", lambda *args, **more: count.append(1) or start(*args, **more))
     opt.step()
     short = len(count)
-    opt._fast_path = fast_path.FastPath()
+    opt._stepper.fast_path = fast_path.FastPath()
     opt.step()
     assert len(count) == 2 * short
 
@@ -254,7 +254,7 @@ def test_under_a_scaler(backend: str) -> None:
             p.grad.mul_(8.0)
         opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found)  # type: ignore[attr-defined]
         opt.step()
-        assert opt._fast_path.last is not None
+        assert opt._stepper.fast_path.last is not None
         if not found:
             give(params_of(plain), step)
             plain.step()

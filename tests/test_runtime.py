@@ -1083,7 +1083,7 @@ def test_parameters_swapped_in_the_groups() -> None:
         swapped = parameters(shapes=[(5, 2), (6,)], seed=round_)
         opt.param_groups[0]["params"][:] = swapped
         train(opt, swapped, range(2))
-    assert len(opt._dtypes) <= 4
+    assert len(opt._stepper.dtypes) <= 4
 
 
 def test_add_param_group_is_all_or_nothing() -> None:

@@ -22,6 +22,7 @@ import optgen
 from generated import CAME, LAMB, AdamW, Muon, ScheduleFreeAdamW
 from optgen.runtime import Optimizer, files
 from optgen.runtime.states import state
+from optgen.runtime.step import admit
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -273,7 +274,7 @@ def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
     """Asked of a gradient that p.grad would not take: p.data, which would, moves only between accelerators and CPU."""
     p = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match=r"parameter 'w' .* is on cpu, and its gradient is of shape .* on meta"):
-        AdamW([p], plan="fp32")._check_pair(p, torch.ones(4, 4, device="meta"), "w")
+        admit.check_pair(AdamW, {}, p, torch.ones(4, 4, device="meta"), "w")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -387,7 +388,7 @@ def test_tensors_that_stand_for_others_are_refused() -> None:
         opt.step()
     assert bool((params[0] == 1).all()) and not opt.state
     with pytest.raises(TypeError, match=r"AdamW: the gradient of parameter 'w' .* is of class TwoTensor"):
-        opt._in_memory(params[0], params[1].grad, "w", True)  # which p.grad of a plain tensor does not take
+        admit.in_memory(AdamW, params[0], params[1].grad, "w", True)  # which p.grad of a plain tensor does not take
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

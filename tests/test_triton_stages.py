@@ -248,7 +248,7 @@ def test_launches_are_kept_while_only_addresses_change(build: Callable[..., Any]
     for size in (1.0, 2.0):
         p.grad = torch.full((5, 70), size)
         opt.step()
-        (tables,) = opt._launcher._used.values()
+        (tables,) = opt._stepper.launcher._used.values()
         kept.append((tables.staged, tables.staged.table, tables.staged.room.memory.data_ptr()))
     assert kept[0][0] is kept[1][0]
     assert kept[0][2] == kept[1][2]

@@ -19,6 +19,7 @@ from optgen.runtime.checkpoint.container import CheckpointError as CheckpointErr
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options import options
+from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.states import low_bits
@@ -146,7 +147,7 @@ def _readings(optimizer: Optimizer) -> list[list[Any]]:
     """Return [position, state, its first values] of the smallest parameter of each kernel."""
     smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor, plans.Label]] = {}
     position = -1
-    for group, labels in zip(optimizer.param_groups, checkpoint.labels_of(optimizer.param_groups), strict=True):
+    for group, labels in zip(optimizer.param_groups, labels_of(optimizer.param_groups), strict=True):
         for p, label in zip(group["params"], labels, strict=True):
             position += 1
             if state_of(optimizer.state, p) and p.numel():
@@ -181,7 +182,7 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
     saved = content["optimizer"]
     rows = [
         (group, label, number)
-        for group, labels in zip(saved["param_groups"], checkpoint.labels_of(saved["param_groups"]), strict=True)
+        for group, labels in zip(saved["param_groups"], labels_of(saved["param_groups"]), strict=True)
         for label, number in zip(labels, group["params"], strict=True)
     ]
     lines = []
@@ -243,7 +244,7 @@ def _same_places(
     """
     keys, live = _keys(model), model.state_dict(keep_vars=True)
     groups = optimizer.param_groups
-    for group, labels in zip(groups, checkpoint.labels_of(groups), strict=True):
+    for group, labels in zip(groups, labels_of(groups), strict=True):
         for p, label in zip(group["params"], labels, strict=True):
             now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
             if now is not None and then is not None and live.get(then) is not p:  # a tied weight has several keys

@@ -54,7 +54,7 @@ def every_element_once() -> None:
             assert (state["stream"] == keys.stream_key(f"p{i}")).all()
             assert torch.equal(p, first + 1 + 1 if step == 2 else first + 1)
             assert torch.equal(state["x0"], first)
-    parts = [part for tables in opt._launcher._used.values() for part in tables.launches]
+    parts = [part for tables in opt._stepper.launcher._used.values() for part in tables.launches]
     assert {(part.aligned, part.ragged) for part in parts} == {(a, r) for a in (False, True) for r in (False, True)}
     for part in parts:
         assert ((part.table[:, :-6] % 16 == 0).all(dim=1) == part.aligned).all()
@@ -111,14 +111,14 @@ def tables_are_kept() -> None:
         for _ in range(3):
             opt.step()
         assert len(built) == 1, built
-        kept = next(iter(opt._launcher._used.values()))
+        kept = next(iter(opt._stepper.launcher._used.values()))
         works = [part.work for part in kept.launches]
         grads = [p.grad for p in params]  # kept alive, so that the new ones lie elsewhere
         for p in params:
             p.grad = torch.zeros_like(p)
         opt.step()
         assert len(built) == 1
-        kept = next(iter(opt._launcher._used.values()))
+        kept = next(iter(opt._stepper.launcher._used.values()))
         assert all(part.work is old for part, old in zip(kept.launches, works, strict=True))
         assert all(bool((opt.state[p]["visits"] == 4).all()) for p in params)
         old = opt.state[params[0]]["visits"]

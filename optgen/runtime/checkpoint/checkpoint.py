@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from optgen.runtime.checkpoint.reader import reader
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
+from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import Field, Variant, as_float, in_blocks, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
@@ -437,17 +438,6 @@ def _merge(
     except (TypeError, ValueError) as error:
         misfits.add(f"group {index}: {error}")
     return merged
-
-
-def labels_of(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
-    """Return the labels of each group's parameters: their names, or positions over all groups."""
-    start, found = 0, []
-    for group in groups:
-        count = len(group["params"])
-        names = group.get("param_names")
-        found.append(list(range(start, start + count)) if names is None else list(names))
-        start += count
-    return found
 
 
 def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any], unnamed: bool) -> None:

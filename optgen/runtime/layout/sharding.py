@@ -38,9 +38,6 @@ Span = tuple[int, int]
 Cuts = tuple[tuple[int, int] | None, ...]
 """For each mesh dimension: (dimension that it cuts, pieces into which that falls first); None: all ranks have all."""
 
-NONE, TO_MAKE, MADE = range(3)
-"""What a rank has of a parameter: no gradient; one; one with which the parameter has made its step already."""
-
 ALIGNMENT = 64
 """Bytes to which tensors are aligned in what ranks send one another."""
 
@@ -679,10 +676,9 @@ def part_of(whole: Tensor, of: Layout) -> Tensor:
     return whole[tuple(slice(a, b) for a, b in of.here)]
 
 
-def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
-    """What the ranks of its mesh say of each parameter: NONE, TO_MAKE or MADE, the largest wins.
+def agreed(params: Sequence[DTensor]) -> list[bool]:
+    """Return, for each parameter, True if any rank of its mesh has a gradient of it.
 
-    made   whether this rank has made the step already that it is asked for, which an error had broken off
     One byte for each parameter goes around each mesh dimension, and the host waits for it.
     """
     import torch.distributed as dist
@@ -690,7 +686,7 @@ def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
     meshes: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
         meshes.setdefault(p.device_mesh, []).append(i)
-    found = [NONE if p.grad is None else MADE if done else TO_MAKE for p, done in zip(params, made, strict=True)]
+    found = [p.grad is not None for p in params]
     for mesh, some in meshes.items():
         if mesh.get_coordinate() is None:
             continue
@@ -699,7 +695,7 @@ def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
             if mesh.size(dim) > 1:
                 dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for i, has in zip(some, have.tolist(), strict=True):
-            found[i] = int(has)
+            found[i] = bool(has)
     return found
 
 

@@ -1,11 +1,11 @@
 """Updates within backward: each parameter takes its step as soon as its gradient is complete, which is then freed.
 
-A hook of torch's runs when a gradient has been accumulated.  It steps an optimizer of that one parameter, which shares
-the state, the options, the name and the position of the parameter with the optimizer that the user holds, and so makes
-the same bits as an ordinary step.  It keeps tables of its own, so that each takes the fast path (fast_path.py).
+A hook of torch's runs when a gradient has been accumulated.  It makes the step of that one parameter with the state,
+the options, the name and the position that it has in the optimizer, and so with the bits of an ordinary step.  Each
+parameter has a stepper of its own, so that each takes the fast path (step/fast_path.py).
 
-What `step()` still does then: parameters that have a gradient left (because fewer micro-batches than said came, or
-because they came into the optimizer after the hooks were placed).
+`step()` still updates parameters that have a gradient left, because fewer micro-batches than announced came, or because
+they came into the optimizer after the hooks were placed.
 """
 
 from __future__ import annotations
@@ -15,131 +15,127 @@ import gc
 import sys
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
-from optgen.runtime.modes import alone
-from optgen.runtime.options import options
+from optgen.runtime.layout.plans import Label
+from optgen.runtime.modes.offload import Offload
+from optgen.runtime.options import entries, options
+from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
-from optgen.runtime.step import fast_path, strays
-
-if TYPE_CHECKING:
-    from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.step.stepper import Stepper
 
 ClipBy = Literal["norm", "value", "previous_norm"]
 
 CLIPS = ("norm", "value", "previous_norm")
 
 TINY = 1e-6
-"""What torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
+"""The number that torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
 
 
-class One:
-    """The optimizer of one parameter: an instance of the user's class that never saw its constructor.
+class Releasing(Protocol):
+    """An optimizer whose gradients are released, as the hooks see it."""
 
-    option   of its group, copied from the user's group before each step
+    _release: Release | None
+    _stepper: Stepper
+    _offload: Offload
+
+    def _owner(self) -> Owner:
+        """Return its class, groups and states."""
+
+    def _ready(self, action: str) -> Owner:
+        """Return the same before an action, which is refused in evaluation."""
+
+    def _update(self) -> None:
+        """Step the parameters that have a gradient."""
+
+
+class ReleasedParameter:
+    """A parameter with a stepper of its own.
+
+    group    its options, copied from the user's group before each step
     summed   micro-batches since the last update
-    sums     keeps the sum of their gradients, where that is not p.grad itself
-    trained  whether a gradient has come since the user's last step()
-    updates  how many updates it has made since then
-    roomy    whether a step, this or another one, needs room as large as the parameter
+    sums     the sum of their gradients, if that is not p.grad itself
+    updates  the number of its updates since the user's last step()
+    roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
     __slots__ = (
-        "flags", "group", "name", "number", "p", "place", "roomy", "stepper", "summed", "sums", "trained", "updates",
+        "flags", "group", "name", "number", "offload", "p", "place", "roomy", "stepper", "summed", "sums", "updates",
         "variant",
     )  # fmt: skip
 
-    def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
-        self.p, self.number, self.place, self.name = p, number, place, name
-        self.group: dict[str, Any] = {}
-        self.stepper = alone.part(optimizer, [self.group])
-        self.stepper._first_group = number
-        self.stepper._offload.expect(p)
-        known = optimizer._dtypes.get(id(p))
+    def __init__(self, optimizer: Releasing, entry: Entry) -> None:
+        self.p, _, self.number, self.place, _, self.name = entry
+        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name]}
+        self.stepper, self.offload = Stepper(self.number), optimizer._offload.part()
+        self.offload.expect(self.p)
+        known = optimizer._stepper.dtypes.get(id(self.p))
         if known is not None:
-            self.stepper._dtypes[id(p)] = known
+            self.stepper.dtypes[id(self.p)] = known
         self.summed = self.updates = 0
-        self.trained = False
-        self.sums: Sums | None = None
+        self.sums: GradientAccumulator | None = None
         self.flags: object = None
         self.variant: Variant | None = None
         self.roomy = False
 
-    def step(self, optimizer: Optimizer) -> None:
-        """The update of p from p.grad, in the name of `optimizer`."""
-        p, stepper = self.p, self.stepper
-        self.refresh(optimizer)
-        kept = optimizer.state.get(p)
-        if kept is not stepper.state.get(p):
-            stepper.state = defaultdict(dict) if kept is None else defaultdict(dict, {p: kept})
-        stepper._update()
-        stepper._room = None
-        if kept is not stepper.state[p]:
-            optimizer.state[p] = stepper.state[p]
+    @_disable_dynamo
+    def step(self, owner: Owner) -> None:
+        """Update p from p.grad, as a parameter of `owner`."""
+        self.refresh(owner)
+        self.offload.step(Owner(owner.cls, [self.group], owner.states), self.stepper)
+        self.stepper.arena = None
         if self.roomy:
-            stepper._forget_tables()
-            stepper._offload.forget_tables()
+            self.stepper.forget_tables()
+            self.offload.forget_tables()
 
-    def is_alone(self, optimizer: Optimizer) -> bool:
-        """Whether nothing but the optimizer, and what was made to release its gradient, refers to the parameter."""
-        stepper, key = self.stepper, id(self.p)
-        notes = [optimizer._dtypes, stepper._dtypes] + ([] if self.sums is None else [self.sums.notes()])
-        tuples = {id(found) for known in notes if (found := known.get(key)) is not None}  # they may share one
-        states = (self.p in optimizer.state) + (self.p in stepper.state)
-        # its own list and the user's, the record, the argument
-        cached = optimizer._fast_path.holds(self.p) + stepper._fast_path.holds(self.p)
-        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + cached
-
-    def refresh(self, optimizer: Optimizer) -> None:
-        """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
-        theirs, group = optimizer.param_groups[self.number], self.group
-        if not group:
-            group["params"] = [self.p]
-            group["param_names"] = [self.name]
-        alone.take_over(theirs, group)
+    def refresh(self, owner: Owner) -> None:
+        """Take over the options as they are now.  Raises ValueError if the rule needs other parameters as well."""
+        group = self.group
+        entries.take_options(group, owner.groups[self.number])
         own = group.get("overrides"), group.get("blocks")
-        flags = (group["plan"], *own, options.flags_of(type(optimizer), group, tuple(self.p.shape)))
+        flags = (group["plan"], *own, options.flags_of(owner.cls, group, tuple(self.p.shape)))
         if flags != self.flags:
-            steps = refuse_sums(optimizer, group, self.p, self.name)
+            steps = refuse_sums(owner.cls, group, self.p, self.name)
             self.variant = steps[0]
             self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
             self.flags = flags
 
 
-def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
-    """Room on the CPU for the states of all, in one mapping by group: huge pages of many small ones go to waste."""
+def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
+    """Give all on the CPU one buffer for states by group: huge pages of many small ones go to waste."""
     sizes: dict[int, list[int]] = {}
-    lacking = [one for one in ones if state.home(one.p).type == "cpu" and not optimizer.state.get(one.p)]
+    lacking = [one for one in released if state.home(one.p).type == "cpu" and not owner.states.get(one.p)]
     for one in lacking:
         assert one.variant is not None
         sizes.setdefault(one.number, []).extend(state.sizes(one.variant, one.p, {}))
     rooms = {number: Arena(found) for number, found in sizes.items()}
     for one in lacking:
-        one.stepper._room = rooms[one.number]
+        one.stepper.arena = rooms[one.number]
 
 
-def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> list[Variant]:
-    """The variants of the parameter's steps, the usual one first; ValueError where its rule needs other parameters'
-    gradients."""
-    cls = type(optimizer)
+def refuse_sums(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list[Variant]:
+    """Return the variants of the parameter's steps, the usual one first.
+
+    Raises ValueError if its rule needs other parameters' gradients.
+    """
     _, plan, variant = checkpoint.select(cls, group, p, name)
     steps = list(plans.at_steps(plan, variant, cls.FLAGS))
     for v in steps:
         if v.model_temps or any(f.space == "model" for f in v.fields):
-            what = ", ".join(v.model_temps) or "states of the model"
+            sums = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
-                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({what}), known "
+                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({sums}), known "
                 f"only when backward has ended: gradients cannot be released.  Call step() after backward; to clip by "
                 f"a norm over the model, take the rule that does not, and release_gradients(clip=..., "
                 f"clip_by='previous_norm')"
@@ -148,8 +144,10 @@ def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: st
 
 
 class Hook:
-    """What torch calls with a parameter whose gradient is complete.  It keeps no optimizer alive: a parameter lives
-    longer than the optimizers that it had."""
+    """The hook that torch calls with a parameter whose gradient is complete.
+
+    It keeps no optimizer alive: a parameter lives longer than the optimizers that it had.
+    """
 
     __slots__ = ("_release",)
 
@@ -162,7 +160,7 @@ class Hook:
             found._complete(p)
 
     def release(self) -> Release | None:
-        """Whose it is, as long as that is there."""
+        """Return the release that it belongs to, as long as that is there."""
         return self._release()
 
 
@@ -196,14 +194,14 @@ def _watch_clipping() -> None:
 
 
 def _connect(p: Tensor) -> None:
-    """Has torch call the hooks that p knows: it forgets to once conversions have swapped what is in a Parameter
+    """Have torch call the hooks that p knows: it forgets to once conversions have swapped what is in a Parameter
     (torch.__future__.set_swap_module_params_on_conversion), and looks for them again when they are set."""
     known: Any = p
     known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
 
 
 def _materialize(p: Tensor) -> None:
-    """Zeros that lie nowhere are no gradient to sum or to clip, which write it."""
+    """Give a gradient of zeros without memory its own: sums and clipping write it."""
     if p.grad is not None and p.grad._is_zerotensor():
         p.grad = state.materialized(p.grad)
 
@@ -214,16 +212,11 @@ def _unhook(hooks: dict[int, Any]) -> None:
 
 
 class Handle:
-    """What `Optimizer.release_gradients` returns, and what keeps its optimizer: also a context manager, which removes
-    the hooks at its end."""
+    """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
+    its end."""
 
-    def __init__(self, optimizer: Optimizer, release: Release) -> None:
+    def __init__(self, optimizer: Releasing, release: Release) -> None:
         self.optimizer, self._release = optimizer, release
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_release":  # of a copy that is not built yet
-            raise AttributeError(name)
-        return getattr(self._release, name)
 
     @property
     def accumulate(self) -> int:
@@ -235,19 +228,19 @@ class Handle:
         self._release.accumulate = count
 
     def remove(self) -> None:
-        """Back to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
         self._release.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how many
-        sums of micro-batches each parameter has had.
+        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
+        many sums of micro-batches each parameter has had.
 
-        RuntimeError where sums of micro-batches are waiting: save between updates.
+        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
         """
         return self._release.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; TypeError for anything else."""
+        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
         self._release.load_state_dict(state_dict)
 
     def __enter__(self) -> Self:
@@ -267,11 +260,11 @@ class Release:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Releasing,
         model: nn.Module | None = None,
         *,
         accumulate: int = 1,
-        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
         clip: float | None = None,
         clip_by: ClipBy = "norm",
     ) -> None:
@@ -293,7 +286,7 @@ class Release:
         self._model, self._accumulator = model, accumulator
         self._clip, self._clip_by = None if clip is None else float(clip), clip_by
         self._lock = threading.RLock()  # backward runs a thread per device
-        self._ones: dict[int, One] = {}
+        self._released: dict[int, ReleasedParameter] = {}
         self._hooks: dict[int, Any] = {}
         weakref.finalize(self, _unhook, self._hooks).atexit = False
         self._norms: dict[int, Tensor] = {}
@@ -301,32 +294,33 @@ class Release:
         self._counts: dict[str | int, int] = {}
         self._looked = False
         self._warned: set[str] = set()
-        self._refuse_wrappers()
-        wanted = self._wanted()
+        groups = optimizer._owner()
+        self._refuse_wrappers(groups)
+        wanted = self._wanted(groups)
         if not wanted:
             raise ValueError(f"{owner}: no trainable parameter of this optimizer is in the model that was given")
         self.refuse_released([p for p, *_ in wanted])
-        ones = [One(optimizer, *found) for found in wanted]
-        for one in ones:
-            one.refresh(optimizer)
+        released = [ReleasedParameter(optimizer, found) for found in wanted]
+        for one in released:
+            one.refresh(groups)
             self._give_sums(one)
-        _give_room(optimizer, ones)
-        optimizer._fast_path = fast_path.FastPath()  # of steps over parameters that get theirs within backward now
-        for one in ones:
+        _give_room(groups, released)
+        optimizer._stepper.forget_step()  # it was one over parameters that get theirs within backward now
+        for one in released:
             self._place(one)
         if clip is None:
             _watch_clipping()
 
     @property
-    def optimizer(self) -> Optimizer:
-        """Whose steps these are; it is there whenever this is asked for one."""
+    def optimizer(self) -> Releasing:
+        """The optimizer, which is there whenever this is asked for a step."""
         found = self._optimizer()
         assert found is not None
         return found
 
     def refuse_released(self, params: Iterable[Tensor]) -> None:
-        """RuntimeError where another optimizer updates one of the parameters within backward: that one would free the
-        gradient, and this one would never see any."""
+        """Raise RuntimeError if another optimizer updates one of the parameters within backward: that one would free
+        the gradient, and this one would never see any."""
         for p in params:
             for other in _releases(p):
                 owner = None if other is self else other._optimizer()
@@ -353,8 +347,8 @@ class Release:
             if number is None or not number > 0:
                 raise ValueError(f"{owner}: clip must be a number > 0, or None, got {clip!r}")
 
-    def _refuse_wrappers(self) -> None:
-        """NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
+    def _refuse_wrappers(self, owner: Owner) -> None:
+        """Raise NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
         places = (
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
             ("torch.distributed.fsdp", "FullyShardedDataParallel"),
@@ -363,36 +357,28 @@ class Release:
         kinds = tuple(kind for kind in found if isinstance(kind, type))
         wrappers: list[Any] = [] if self._model is None else [m for m in self._model.modules() if isinstance(m, kinds)]
         if not wrappers and torch.distributed.is_available() and torch.distributed.is_initialized():
-            ours = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            ours = {id(entry.p) for entry in entries.of(owner.groups)}
             everything = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
             wrappers = [m for m in everything if any(id(p) in ours for p in m.parameters())]
         if wrappers:
             raise NotImplementedError(
-                f"{type(self.optimizer).__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
+                f"{owner.cls.__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
                 f"ranks after the hooks of the parameters have run, in buffers of its own: ranks would part, and no "
                 f"memory would be saved.  Use torch.distributed.fsdp.fully_shard, or step() as usual"
             )
 
-    def _wanted(self) -> list[tuple[Tensor, int, int, str | int]]:
-        """(parameter, number of its group, place in it, name) of all that are to be released."""
+    def _wanted(self, owner: Owner) -> list[Entry]:
+        """Return the parameters that are to be released."""
         members = None if self._model is None else {id(p) for p in self._model.parameters()}
-        found = []
-        position = 0
-        for number, group in enumerate(self.optimizer.param_groups):
-            names = group.get("param_names")
-            for place, p in enumerate(group["params"]):
-                if p.requires_grad and (members is None or id(p) in members):
-                    found.append((p, number, place, position if names is None else names[place]))
-                position += 1
-        return found
+        return [e for e in entries.of(owner.groups) if e.p.requires_grad and (members is None or id(e.p) in members)]
 
-    def _give_sums(self, one: One) -> None:
+    def _give_sums(self, one: ReleasedParameter) -> None:
         if self._accumulator is not None and one.sums is None:
-            one.sums = Sums(self._accumulator, one.p, one.name, self._counts.get(one.name, 0))
+            one.sums = GradientAccumulator(self._accumulator, one.p, one.name, self._counts.get(one.name, 0))
 
-    def _place(self, one: One) -> None:
+    def _place(self, one: ReleasedParameter) -> None:
         p = one.p
-        self._ones[id(p)] = one
+        self._released[id(p)] = one
         if id(p) not in self._hooks:
             register: Callable[..., Any] = p.register_post_accumulate_grad_hook
             self._hooks[id(p)] = register(Hook(self))
@@ -400,18 +386,16 @@ class Release:
     # -- within backward ------------------------------------------------------------------------------
 
     def _complete(self, p: Tensor) -> None:
-        """p.grad is complete for this backward; where something is refused, it stays and nothing has changed."""
+        """Use p.grad, which is complete for this backward; if something is refused, it stays and nothing changes."""
         with self._lock, torch.no_grad():
-            self.optimizer._refuse_in_evaluation("backward() with released gradients")
-            self.optimizer._see_marks()
-            one = self._ones.get(id(p))
+            owner = self.optimizer._ready("backward() with released gradients")
+            one = self._released.get(id(p))
             if one is None or p.grad is None:
                 return
             if not self._looked:  # the model may have been wrapped since
-                self._refuse_wrappers()
+                self._refuse_wrappers(owner)
                 self._looked = True
-            one = self._current(one)
-            one.trained = True
+            one = self._current(owner, one)
             _materialize(p)
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
@@ -419,21 +403,20 @@ class Release:
                     p.grad = None
                 one.summed += 1
                 return
-            self._update(one)
+            self._update(owner, one)
 
-    def _current(self, one: One) -> One:
-        """The parameter's record, made anew where it stands elsewhere now, or has another name: a checkpoint's."""
-        groups = self.optimizer.param_groups
-        if one.number < len(groups):
-            params, names = groups[one.number]["params"], groups[one.number].get("param_names")
+    def _current(self, owner: Owner, one: ReleasedParameter) -> ReleasedParameter:
+        """Return the parameter's record, made anew if it has another place or name now: a checkpoint's."""
+        if one.number < len(owner.groups):
+            params, names = owner.groups[one.number]["params"], owner.groups[one.number].get("param_names")
             named = names is None or (one.place < len(names) and names[one.place] == one.name)
             if one.place < len(params) and params[one.place] is one.p and named:
                 return one
-        self.attach()
-        return self._ones.get(id(one.p), one)
+        self._attach(owner)
+        return self._released.get(id(one.p), one)
 
-    def _update(self, one: One) -> None:
-        """Clip, step, free."""
+    def _update(self, owner: Owner, one: ReleasedParameter) -> None:
+        """Clip the gradient, step, and free it."""
         p = one.p
         assert p.grad is not None
         if one.sums is not None and one.summed:
@@ -441,13 +424,13 @@ class Release:
             one.sums.clear()
             one.summed = 0
         self._clip_one(one)
-        one.step(self.optimizer)
+        one.step(owner)
         p.grad = None
         one.summed = 0
         one.updates += 1
 
-    def _clip_one(self, one: One) -> None:
-        """In place, and as torch.nn.utils does it."""
+    def _clip_one(self, one: ReleasedParameter) -> None:
+        """Clip the gradient in place, as torch.nn.utils does it."""
         p, clip = one.p, self._clip
         if clip is None or p.grad is None:
             return
@@ -468,76 +451,66 @@ class Release:
     # -- between backwards ----------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Hooks for parameters that came, were made trainable or replaced; those that left lose theirs."""
+        """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs."""
         with self._lock:
-            wanted = self._wanted()
-            left = self._ones.keys() - {id(p) for p, *_ in wanted}
-            self.refuse_released([p for p, *_ in wanted if id(p) not in self._ones])
-            for p, number, place, name in wanted:
-                old = self._ones.get(id(p))
-                if old is not None and (old.number, old.place, old.name) == (number, place, name):
-                    continue
-                one = One(self.optimizer, p, number, place, name)
-                one.refresh(self.optimizer)
-                if old is not None:
-                    one.summed, one.trained, one.updates = old.summed, old.trained, old.updates
-                    if old.summed or old.name == name:
-                        one.sums = old.sums
-                        if one.sums is not None:
-                            one.sums.rename(name)
-                self._give_sums(one)
-                self._place(one)
-            for key in left:
-                self._hooks.pop(key).remove()
-                self._hand_over(self._ones.pop(key))
+            self._attach(self.optimizer._owner())
+
+    def _attach(self, owner: Owner) -> None:
+        wanted = self._wanted(owner)
+        left = self._released.keys() - {id(p) for p, *_ in wanted}
+        self.refuse_released([p for p, *_ in wanted if id(p) not in self._released])
+        for entry in wanted:
+            old = self._released.get(id(entry.p))
+            if old is not None and (old.number, old.place, old.name) == (entry.number, entry.place, entry.name):
+                continue
+            one = ReleasedParameter(self.optimizer, entry)
+            one.refresh(owner)
+            if old is not None:
+                one.summed, one.updates = old.summed, old.updates
+                if old.summed or old.name == entry.name:
+                    one.sums = old.sums
+                    if one.sums is not None:
+                        one.sums.rename(entry.name)
+            self._give_sums(one)
+            self._place(one)
+        for key in left:
+            self._hooks.pop(key).remove()
+            self._hand_over(self._released.pop(key))
 
     def step(self) -> None:
-        """What `Optimizer.step` does now: the gradients that are still there, and the end of this step's norm."""
+        """Update from gradients that are still there, and end the norm of this step."""
         left = [vars(self.optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in left):
             raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
         with self._lock, torch.no_grad():
-            before = list(self._ones.values())
+            owner = self.optimizer._owner()
+            before = list(self._released.values())
             for one in before:
                 if one.p.grad is not None:  # maybe because no hook was called
                     _connect(one.p)
-            self.attach()
-            self.optimizer._say_strays(self._look())
-            for one in self._ones.values():
+            self._attach(owner)
+            self._warn_repeated(self._released.values())
+            for one in self._released.values():
+                one.updates = 0
                 if one.summed or one.p.grad is not None:
                     self._hand_over(one)
                     self._clip_one(one)
-            if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            if any(entry.p.grad is not None for entry in entries.of(owner.groups)):
                 self.optimizer._update()
-            for one in (*before, *self._ones.values()):  # those that were frozen since their gradient came as well
+            for one in (*before, *self._released.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
                 one.summed = 0
             if self._norms:
-                order = [self._norms[id(p)] for p, *_ in self._wanted() if id(p) in self._norms]
+                order = [self._norms[id(p)] for p, *_ in self._wanted(owner) if id(p) in self._norms]
                 self._previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
                 self._norms.clear()
 
-    def _look(self) -> strays.Found:
-        """What came since the last step, and which parameters no gradient can come for; asks anew from now on."""
-        ones = list(self._ones.values())
-        lacking = [one for one in ones if not one.trained and one.p.grad is None]
-        found = strays.Found(len(ones) - len(lacking))
-        if lacking and self.optimizer._strays is not None and not self._offload_holds():
-            alone = {id(one.p) for one in lacking if one.is_alone(self.optimizer)}
-            if alone:
-                found.places = {e.position for e in self.optimizer._entries() if id(e.p) in alone}
-                found.others_live = any(not one.is_alone(self.optimizer) for one in ones if one.trained)
-        self._warn_repeated(ones)
-        for one in ones:
-            one.trained, one.updates = False, 0
-        return found
-
-    def _warn_repeated(self, ones: Iterable[One]) -> None:
+    def _warn_repeated(self, released: Iterable[ReleasedParameter]) -> None:
         """Warn, once, where a parameter was updated several times since the last step(): in each of several backwards.
 
         A loop without step() is not warned of: each of its backwards is meant to update.
         """
-        most = max(ones, key=lambda one: one.updates, default=None)
+        most = max(released, key=lambda one: one.updates, default=None)
         if most is None or most.updates < 2 or "updates" in self._warned:
             return
         self._warned.add("updates")
@@ -551,7 +524,7 @@ class Release:
 
     def warn_unclipped(self, p: Tensor) -> None:
         """Warn, once, where gradients are to be clipped of which that of `p` has been released, without clip=."""
-        one, optimizer = self._ones.get(id(p)), self._optimizer()
+        one, optimizer = self._released.get(id(p)), self._optimizer()
         updated = one is not None and one.updates > 0 and p.grad is None
         if not updated or optimizer is None or self._clip is not None or "clip" in self._warned:
             return
@@ -563,20 +536,16 @@ class Release:
             type(optimizer),
         )
 
-    def _offload_holds(self) -> bool:
-        """Whether what moves parameters to the host and back refers to them, too."""
-        return any(group.get("offload") for group in self.optimizer.param_groups)
-
     def discard(self) -> None:
-        """Forget sums that no update has used: what zero_grad means for p.grad."""
+        """Forget sums that no update has used, as zero_grad does with p.grad."""
         with self._lock:
-            for one in self._ones.values():
+            for one in self._released.values():
                 one.summed = 0
                 if one.sums is not None:
                     one.sums.clear()
 
-    def _hand_over(self, one: One) -> None:
-        """A sum that was kept elsewhere goes to p.grad."""
+    def _hand_over(self, one: ReleasedParameter) -> None:
+        """Move a sum that was kept elsewhere to p.grad."""
         if one.sums is not None and one.summed:
             if one.p.grad is None:
                 one.p.grad = torch.zeros_like(one.p)
@@ -586,35 +555,35 @@ class Release:
         one.summed = 0
 
     def remove(self) -> None:
-        """Back to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
         with self._lock, torch.no_grad():
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
-            for one in self._ones.values():
+            for one in self._released.values():
                 self._hand_over(one)
-            self._ones.clear()
+            self._released.clear()
             if self.optimizer._release is self:
                 self.optimizer._release = None
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how many
-        sums of micro-batches each parameter has had, by name (by position where it has none).
+        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
+        many sums of micro-batches each parameter has had, by name (by position where it has none).
 
-        RuntimeError where sums of micro-batches are waiting: save between updates.
+        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
         """
-        if any(one.summed for one in self._ones.values()):
+        if any(one.summed for one in self._released.values()):
             raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
         found: dict[str, Any] = {"previous_norm": None if self._previous is None else self._previous.clone()}
         with self._lock:
             self.attach()
-            sums = {one.name: one.sums.count for one in self._ones.values() if one.sums is not None}
+            sums = {one.name: one.sums.count for one in self._released.values() if one.sums is not None}
         return {**found, "sums": sums} if sums else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; TypeError for anything else."""
+        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
         norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
         counts = [type(count) is int and count >= 0 for count in sums.values()] if isinstance(sums, dict) else [False]
         if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):
@@ -626,7 +595,7 @@ class Release:
         self._counts = dict(sums)
         with self._lock:
             self.attach()
-            for one in self._ones.values():
+            for one in self._released.values():
                 if one.sums is not None:
                     one.sums.count = sums.get(one.name, one.sums.count)
 
@@ -638,7 +607,7 @@ SCALED = (
 )
 
 
-class Sums:
+class GradientAccumulator:
     """The sum of a parameter's gradients over micro-batches, kept by an optimizer whose rule is that sum.
 
     In the place of the weight stands the gradient itself, which so takes the sum.
@@ -646,54 +615,50 @@ class Sums:
     count   the sums before this one: each draws other random bits
     """
 
-    __slots__ = ("_entry", "_first", "_keeper", "_seed", "_zeros", "count")
+    __slots__ = ("_cls", "_entry", "_first", "_group", "_seed", "_zeros", "count")
 
-    def __init__(self, make: Callable[[list[Tensor]], Optimizer], p: Tensor, name: str | int, count: int = 0) -> None:
-        self._keeper = keeper = make([p])
+    def __init__(
+        self, make: Callable[[list[Tensor]], torch.optim.Optimizer], p: Tensor, name: Label, count: int = 0
+    ) -> None:
+        keeper = make([p])
         if not isinstance(getattr(keeper, "SPEC", None), str) or len(keeper.param_groups) != 1:
             raise TypeError(
                 f"release_gradients: accumulator must make a generated optimizer, as optgen.accumulate."
                 f"accumulator('int8') does, got {keeper!r:.80}"
             )
-        group = keeper.param_groups[0]
+        self._cls, self._group = type(keeper), keeper.param_groups[0]
         self.rename(name)  # what it keeps otherwise goes by the position that it has alone
-        variant = refuse_sums(keeper, group, p, name)[0]
+        variant = refuse_sums(self._cls, self._group, p, name)[0]
         self._zeros = {f.name: f.zero for f in variant.fields}
         self._first = {"step": 0, **dict(variant.host_states)}
-        group["params"] = []
-        self._seed, self.count = group["seed"], count
+        self._group["params"] = []
+        self._seed, self.count = self._group["seed"], count
         self._entry: dict[str, Any] | None = None
 
-    def rename(self, name: str | int) -> None:
-        """The parameter is called otherwise from now on, by which its random bits go."""
-        group = self._keeper.param_groups[0]
-        group["param_names"] = [name]
-        if group.get("overrides"):
-            group["overrides"] = tuple((name, plan) for _, plan in group["overrides"])
+    def rename(self, name: Label) -> None:
+        """Give the parameter another name, from which its random bits follow."""
+        self._group["param_names"] = [name]
+        if self._group.get("overrides"):
+            self._group["overrides"] = tuple((name, plan) for _, plan in self._group["overrides"])
 
+    @_disable_dynamo
     def add(self, g: Tensor) -> None:
-        """sum += g; g takes the new sum, rounded to its dtype."""
-        keeper, g = self._keeper, sharding.waited(g)
-        keeper.param_groups[0]["seed"] = self._seed + self.count
+        """Add g to the sum; g takes the new sum, rounded to its dtype."""
+        group, g = self._group, sharding.waited(g)
+        group["seed"] = self._seed + self.count
         weight = g.detach()
         weight.grad = g.detach()
-        keeper.param_groups[0]["params"] = [weight]
-        keeper.state = defaultdict(dict, {} if self._entry is None else {weight: self._entry})
+        group["params"] = [weight]
+        states: dict[Any, Any] = {} if self._entry is None else {weight: self._entry}
         try:
-            keeper._update()
-            self._entry = keeper.state[weight]
+            Stepper().step(Owner(self._cls, [group], states))  # one that stayed would hold the gradient
+            self._entry = states[weight]
         finally:
             weight.grad = None
-            keeper.param_groups[0]["params"] = []
-            keeper._reset_caches()  # they know the gradient, which is to be freed
-            keeper.state = defaultdict(dict)
-
-    def notes(self) -> dict[int, tuple[Tensor, torch.dtype]]:
-        """What refers to the parameter here."""
-        return self._keeper._dtypes
+            group["params"] = []
 
     def clear(self) -> None:
-        """The sum is 0 again, and the next one draws other random bits.
+        """Set the sum to 0; the next one draws other random bits.
 
         The next one is of a window of its own (runtime/records/keys.py): places of one window an even number of steps
         apart, as the same micro-batch of every sum would be, are all in the same half of the cell.

@@ -27,6 +27,7 @@ from optgen.runtime.cpu import cpu
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import options
 from optgen.runtime.records import keys
+from optgen.runtime.step.partial_step import StepError
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
@@ -237,14 +238,6 @@ def _placed(g: Any, spec: Any) -> bool:
     return own is spec or (own.mesh == spec.mesh and own.placements == spec.placements)
 
 
-class StepError(Exception):
-    """An error of a kernel, with the states that were stepped before it and those of the kernel itself."""
-
-    def __init__(self, error: BaseException, done: list[State], at_work: list[State]) -> None:
-        super().__init__()
-        self.error, self.done, self.at_work = error, done, at_work
-
-
 class CachedStep:
     """The plan of a step, valid while parameters, states and options are unchanged."""
 
@@ -345,10 +338,6 @@ class FastPath:
             last.release()
         self.last, self._wait, self._left = last, 0, 0
         return True
-
-    def holds(self, p: Tensor) -> int:
-        """Return the number of references to a parameter."""
-        return 0 if self.last is None else sum(q is p for bucket in self.last.buckets for q in bucket.params)
 
     def keep(
         self,

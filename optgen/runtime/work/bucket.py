@@ -16,7 +16,7 @@ from optgen.runtime.states import low_bits, state
 from optgen.runtime.work.counting import Step
 
 Backend = Literal["reference", "triton", "cpp"]
-"""What makes a step: eager torch, Triton kernels or C++ kernels."""
+"""The maker of a step: eager torch, Triton kernels or C++ kernels."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,6 @@ class Bucket:
     step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
                    is the first to be counted there starts with numbers (`move_count`)
     counted        whether steps are counted on the device (see counting.py)
-    left           the tensor that counted them so far, where it goes on counting for others only
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
@@ -44,7 +43,6 @@ class Bucket:
     step: int | Tensor
     host: tuple[float, ...] | tuple[Tensor, ...]
     counted: bool = False
-    left: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[state.State] = field(default_factory=list)
@@ -58,13 +56,12 @@ class Bucket:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the host has something to do between its kernels: a sum over the model or over ranks, a function of
-        matrices."""
+        """True if the host has work between its kernels: a sum over the model or over ranks, a function of matrices."""
         return not self.variant.is_simple or (bool(self.variant.stages) and bool(self.cut))
 
     @property
     def waits(self) -> bool:
-        """Whether its step is made together with those of other buckets."""
+        """True if its step is made together with those of other buckets."""
         return bool(self.variant.model_temps) or (bool(self.variant.stages) and bool(self.cut))
 
     @property
@@ -118,7 +115,7 @@ class Bucket:
         alone   whether nobody else is counted by the same tensor; else the bucket takes copies
         """
         if isinstance(self.step, Tensor) and not alone:
-            self.left, self.step = self.step, self.step.clone()
+            self.step = self.step.clone()
             self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
         elif not isinstance(self.step, Tensor):
             self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
@@ -146,12 +143,12 @@ class Bucket:
             torch.autograd.graph.increment_version(sharded)
 
     def kept(self, i: int) -> Tensor:
-        """What the states of a parameter belong to: it, or its part on this rank."""
+        """Return the tensor that a parameter's states belong to: it, or its part on this rank."""
         shard = self.shards[i]
         return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
 
     def settle(self) -> None:
-        """Where parameters lie, once it is known which of them the kernels see whole."""
+        """Set the places of parameters, once it is known which of them the kernels see whole."""
         if not any(self.shards):
             return
         matrix, places = self.variant.matrix, []

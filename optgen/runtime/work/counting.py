@@ -10,9 +10,8 @@ One tensor counts the steps of all parameters that step together: their states h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +20,9 @@ from optgen.runtime.records import HostFunction, Variant, keys
 from optgen.runtime.records.scalars import Scalar
 from optgen.runtime.states import state
 
-if TYPE_CHECKING:
-    from optgen.runtime.work.bucket import Bucket
-
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return True while a CUDA graph is being captured on the current stream."""
     return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
 
 
@@ -39,7 +35,7 @@ def not_ready(what: str) -> RuntimeError:
 
 
 class Scaler(NamedTuple):
-    """What a GradScaler has left with the optimizer: scale of the gradients, and whether one is infinite; fp32, of one
+    """The scale of the gradients, and the flag of an infinity, that a GradScaler left with the optimizer; fp32, of one
     element each."""
 
     scale: Tensor | None
@@ -51,58 +47,29 @@ class Scaler(NamedTuple):
         return None if made == (None, None) else made
 
     def found_infinity(self) -> bool:
-        """Reads it: waits for the device that it is on."""
+        """Read the flag: waits for the device that it is on."""
         return self.found is not None and bool(self.found.item() != 0)
 
     def factor(self, sign: float) -> float:
-        """What gradients are multiplied with; reads the scale."""
+        """Return the factor of the gradients; reads the scale."""
         return sign if self.scale is None else sign / float(self.scale.item())
 
 
-@dataclass(slots=True)
-class Counter:
-    """A tensor that counts steps on a device, or holds a host state, and how many parameters share it."""
-
-    tensor: Tensor
-    shared: int
+def is_count(x: object, device: torch.device) -> bool:
+    """Return True for a tensor that counts steps on the device."""
+    return isinstance(x, Tensor) and x.dtype is torch.int64 and x.ndim == 0 and x.device == device
 
 
-class Counters:
-    """The tensors that count steps, or hold host states.
+def is_number(x: object, device: torch.device) -> bool:
+    """Return True for a tensor that holds a host state on the device."""
+    return isinstance(x, Tensor) and x.dtype is torch.float64 and x.ndim == 0 and x.device == device
 
-    What stands in a state and is none of these was put there by somebody else, and is read by the host.
-    """
 
-    def __init__(self) -> None:
-        self._known: dict[int, Counter] = {}
-
-    def of(self, x: object) -> Counter | None:
-        found = self._known.get(id(x))
-        return found if found is not None and found.tensor is x else None
-
-    def knows(self, x: object) -> bool:
-        return self.of(x) is not None
-
-    def shared_by(self, x: object) -> int:
-        found = self.of(x)
-        return 0 if found is None else found.shared
-
-    def take(self, buckets: Iterable[Bucket]) -> None:
-        """Note the counters of the buckets of a step."""
-        for bucket in buckets:
-            left = self.of(bucket.left)
-            if left is not None:
-                left.shared -= len(bucket.params)
-        for bucket in buckets:
-            for x in (bucket.step, *bucket.host):
-                if isinstance(x, Tensor):
-                    self._known[id(x)] = Counter(x, len(bucket.params))
-
-    def forget(self, states: Mapping[Any, Any]) -> None:
-        """Drops what no state holds any more, once there is much of it."""
-        if len(self._known) > 64 and len(self._known) > 8 * len(states):
-            held = {id(x) for entry in state.of_parameters(states) for x in entry.values()}
-            self._known = {key: value for key, value in self._known.items() if key in held}
+def sharing(states: Mapping[Any, Any], count: object) -> int:
+    """Return the number of parameters whose steps this very tensor counts."""
+    if not isinstance(count, Tensor):
+        return 0
+    return sum(entry.get("step") is count for entry in state.of_parameters(states))
 
 
 class Control:

@@ -138,7 +138,7 @@ def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[int, int
 
 
 def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[sharding.Sum]:
-    """What other ranks have parts of, too."""
+    """Return the sums of values of which other ranks have parts, too."""
     found = []
     for k, temp in enumerate(bucket.variant.temps):
         if temp.name not in names:

@@ -1,0 +1,68 @@
+"""The parameters of an optimizer in order, each with its group and its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from optgen.runtime.layout.plans import Label
+
+OWN = ("params", "param_names")
+"""Keys of a group that say which parameters it has; all others are options."""
+
+
+class Owner(NamedTuple):
+    """The optimizer whose step is made, or a part of it: its class, groups and states."""
+
+    cls: Any
+    groups: list[dict[str, Any]]
+    states: dict[Any, Any]
+
+
+class Entry(NamedTuple):
+    """A parameter in its group.
+
+    number    the group's index
+    place     the index in the group
+    position  the index over all groups
+    name      the name, or the position if the group has no names
+    """
+
+    p: Tensor
+    group: dict[str, Any]
+    number: int
+    place: int
+    position: int
+    name: Label
+
+
+def labels(groups: Sequence[Mapping[str, Any]]) -> list[list[Label]]:
+    """Return the names of each group's parameters, or positions over all groups where it has none."""
+    start, found = 0, []
+    for group in groups:
+        count = len(group["params"])
+        names = group.get("param_names")
+        found.append(list(range(start, start + count)) if names is None else list(names))
+        start += count
+    return found
+
+
+def of(groups: Sequence[dict[str, Any]]) -> Iterator[Entry]:
+    """Yield the entries of all groups, in order."""
+    position = 0
+    for number, (group, names) in enumerate(zip(groups, labels(groups), strict=True)):
+        for place, p in enumerate(group["params"]):
+            yield Entry(p, group, number, place, position, names[place])
+            position += 1
+
+
+def take_options(group: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Give a group the options of another one; its parameters and their names stay."""
+    for key, value in source.items():
+        if key not in OWN:
+            group[key] = value
+    if len(group) != len(source) + ("param_names" not in source):
+        for key in group.keys() - source.keys() - set(OWN):
+            del group[key]

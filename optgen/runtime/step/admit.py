@@ -1,0 +1,248 @@
+"""Checks of parameters and gradients before a step changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.plans import Label
+from optgen.runtime.options import overrides
+from optgen.runtime.options.entries import Entry
+from optgen.runtime.records import Variant, dtype_name
+from optgen.runtime.records.join import Pair
+from optgen.runtime.records.warn import warn
+from optgen.runtime.states import state
+
+GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Gradient dtypes that kernels read; fp64 is converted to fp32."""
+
+Dtypes = dict[int, tuple[Tensor, torch.dtype]]
+"""id(parameter) -> the parameter, and its dtype when it was admitted."""
+
+
+# -- when parameters are given -----------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(cls: Any, p: Tensor) -> None:
+    """Raise TypeError or ValueError for a trainable parameter that no kernel can update."""
+    owner = cls.__name__
+    if not p.requires_grad:
+        return
+    if torch.nn.parameter.is_lazy(p):
+        raise ValueError(
+            f"{owner}: a parameter of a lazy module has no shape yet, which its states follow: make a forward pass "
+            f"with the model first, then create the optimizer"
+        )
+    if p.is_complex():
+        raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
+    if p.layout is not torch.strided:
+        raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
+    if state.wraps(p):
+        raise TypeError(
+            f"{owner} does not support parameters of class {type(p).__name__}: they stand for other tensors and "
+            f"have no memory that kernels could update; optimize those, or a plain copy"
+        )
+    if state.overlaps(p):
+        raise ValueError(
+            f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
+            f"a sliding window: its elements overlap; optimize the tensor that it is a view of"
+        )
+
+
+def refuse_shared_memory(cls: Any, entries: Iterable[Entry]) -> None:
+    """Raise ValueError if two trainable parameters have memory in common."""
+    trained = [(entry.p, entry.name) for entry in entries if entry.p.requires_grad]
+    found = state.alike([p for p, _ in trained])
+    if found is not None and trained[found[0]][0] is not trained[found[1]][0]:  # torch says that one is in twice
+        a, b = (state.label(*trained[i]) for i in found)
+        raise ValueError(
+            f"{cls.__name__}: {a} and {b} share memory, which both updates would write: tie weights by giving both "
+            f"modules the same Parameter, or optimize the tensor that both are views of"
+        )
+
+
+def refuse_layouts(cls: Any, entries: Iterable[Entry]) -> None:
+    """Raise ValueError for a parameter of several ranks whose parts no kernel can update."""
+    for entry in entries:
+        flattened = overrides.is_flattened(entry.p)
+        if entry.p.requires_grad and (flattened or sharding.is_sharded(entry.p)):
+            _, plan, variant = checkpoint.select(cls, entry.group, entry.p, entry.name)
+            if flattened:
+                refuse_flattened(cls, entry.p, entry.name, plan, variant)
+            else:
+                shard(cls, plan, variant, entry, None)
+
+
+def refuse_flattened(cls: Any, p: Tensor, name: Label, plan: Pair, variant: Variant) -> None:
+    """Raise ValueError for a piece of a flattened parameter that any step needs more of than its elements."""
+    beyond = [v for v in plans.at_steps(plan, variant, cls.FLAGS) if v.stages or v.stochastic or v.block > 1]
+    if beyond or plan.small_numel:
+        raise ValueError(
+            f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
+            f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
+            f"element-wise rule under a plan without blocks and random bits (fp32, fp32_master)"
+        )
+
+
+def refuse_vectors(cls: Any, entries: Iterable[Entry]) -> Entry | None:
+    """Raise ValueError for a parameter without rows and columns if the rule needs them.
+
+    Returns the first stack of matrices that a function of matrices takes as one, if there is any.
+    """
+    found: Entry | None = None
+    for entry in entries:
+        p = entry.p
+        stack = p.ndim == 3 and min(p.shape[1:]) >= 8  # the last dimension of a 1-d convolution is shorter
+        if not p.requires_grad or not (p.ndim < 2 or stack):
+            continue
+        variant = checkpoint.select(cls, entry.group, p, entry.name)[2]
+        if p.ndim < 2 and variant.needs_matrix:
+            raise no_matrix(cls, p, entry.name)
+        whole = variant.matrix == "first" and any(s.space == "call" for s in variant.stages)
+        if stack and whole and found is None:
+            found = entry
+    return found
+
+
+def no_matrix(cls: Any, p: Tensor, name: Label) -> ValueError:
+    return ValueError(
+        f"{cls.__name__}: {state.label(p, name)} has no rows and columns, whose statistics this rule needs; "
+        f"give such parameters to another optimizer"
+    )
+
+
+def warn_stack(cls: Any, entry: Entry) -> None:
+    """Warn of a stack of matrices that the rule takes as one matrix."""
+    warn(
+        f"{cls.__name__} orthogonalizes {state.label(entry.p, entry.name)} as one matrix of {entry.p.shape[0]} rows: "
+        f"dimension 0 against all others. That is right for convolutions. If it is a stack of matrices, "
+        "such as a layer's experts, make each a parameter of its own, or build a copy of the spec with "
+        '@optimizer(..., matrix="last"), which takes each matrix by itself',
+        cls,
+    )
+
+
+def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
+    """Warn of plans that the lint finds an error in, once each, if they keep a state that it is about."""
+    warned = set[str]()
+    for entry in entries:
+        p, group, label = entry.p, entry.group, entry.name
+        if not p.requires_grad:
+            continue
+        name, pair, _ = plans.chosen(cls, group, p.dtype, label)
+        if not pair.discouraged or name in warned:
+            continue
+        variant = checkpoint.select(cls, group, p, label)[2]
+        found = [] if variant.small else [s for s in pair.discouraged if s in variant.states]
+        if found:
+            warned.add(name)
+            usual = cls.DEFAULT_PLAN.get(dtype_name(p.dtype), name)
+            other = f", such as {usual!r}" if usual != name else ""
+            warn(
+                f"{cls.__name__}: plan {name!r} is discouraged: `{found[0]}`: {pair.discouraged[found[0]]}.  Use "
+                f"another plan{other}; `optgen check {cls.SPEC}` lists those without an error",
+                cls,
+            )
+
+
+def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
+    """Warn that several steps have found no gradient, unless all may be on other ranks."""
+    params = [p for group in groups for p in group["params"]]
+    if not any(map(overrides.is_flattened, params)):  # those that are trained may all be on other ranks
+        warn(
+            f"{cls.__name__}: {steps} steps, and none of its {len(params)} parameters has had a gradient yet: these "
+            f"steps changed nothing.  Is backward() called before step(), and zero_grad() after it?  Does the loss "
+            f"depend on these very parameters, or on a copy of the model, or on one that was sharded or rebuilt after "
+            f"the optimizer was made?",
+            cls,
+        )
+
+
+# -- at a step ---------------------------------------------------------------------------------------------------------
+
+
+def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.State | None) -> sharding.Shard:
+    """Return how a DTensor lies over the ranks; `kept`: its state.
+
+    Raises ValueError, before its first step, if no kernel can update its parts at every step.
+    """
+    p: Any = entry.p
+    try:
+        parts = sharding.Parts.of(p, variant)
+        if not kept:
+            for other in plans.at_steps(plan, variant, cls.FLAGS):
+                sharding.mode(other, parts.layout)
+    except ValueError as error:
+        where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
+        raise ValueError(f"{cls.__name__}: {state.label(p, entry.name)}, {where}: {error}") from None
+    owner = kept if kept is not None else {}
+    return sharding.Shard(p, parts.layout, entry.position, owner, parts, parts.gathered)
+
+
+def local_pair(cls: Any, p: Any, g: Tensor, name: Label) -> tuple[Tensor, Tensor]:
+    """Return the parts of a DTensor and its gradient on this rank; errors name the parameter."""
+    try:
+        return sharding.pair(p, g)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"{cls.__name__}: {state.label(p, name)}: {error}") from None
+
+
+def check_pair(cls: Any, dtypes: Dtypes, p: Tensor, g: Tensor, name: Label) -> torch.dtype:
+    """Return the dtype in which kernels read the gradient.
+
+    Raises RuntimeError or TypeError for a parameter or a gradient that no kernel takes.
+    """
+    known, dtype = dtypes.get(id(p)), g.dtype
+    if (
+        known is not None
+        and known[1] is p.dtype
+        and dtype in GRADS
+        and g.layout is torch.strided
+        and g.shape == p.shape
+        and g.device == p.device
+    ):
+        return dtype
+    owner = cls.__name__
+    if known is None:  # put into the group by somebody else, as sharding wrappers do
+        refuse_unsupported(cls, p)
+        known = dtypes[id(p)] = (p, p.dtype)
+    if known[1] is not p.dtype:
+        raise RuntimeError(
+            f"{owner}: {state.label(p, name)} was {dtype_name(known[1])} when the optimizer was created: convert the "
+            f"model first, then create the optimizer (and load the old one's dense_state_dict() into it)"
+        )
+    if g.layout is not torch.strided:
+        raise RuntimeError(f"{owner} does not support sparse gradients: {state.label(p, name)} has one")
+    if not g.is_floating_point():
+        raise TypeError(f"{owner}: {state.label(p, name)} has a gradient of {dtype_name(dtype)}")
+    if g.shape != p.shape or g.device != p.device:  # torch looks when p.grad is set, not when p.data is
+        raise RuntimeError(
+            f"{owner}: {state.label(p, name)} is on {p.device}, and its gradient is of shape {list(g.shape)} on "
+            f"{g.device}: the parameter was given other memory (p.data = ...) after backward; compute the gradient anew"
+        )
+    return dtype if dtype in GRADS else torch.float32
+
+
+def in_memory(cls: Any, p: Tensor, g: Tensor, name: Label, eager: bool) -> Tensor:
+    """Return the gradient when it has arrived, with memory of its own if it is zeros without any.
+
+    Raises TypeError or RuntimeError if it or the parameter has no address.
+    """
+    g = state.materialized(sharding.waited(g))
+    for which, t in (("", p), ("the gradient of ", g)):
+        if state.wraps(t):
+            raise TypeError(
+                f"{cls.__name__}: {which}{state.label(p, name)} is of class {type(t).__name__}, which "
+                f"stands for other tensors and has no memory of its own"
+            )
+        if not state.has_memory(t, eager):
+            raise RuntimeError(
+                f"{cls.__name__}: {which}{state.label(p, name)} has no memory: it was freed (its storage "
+                f"was resized to 0, as what shards a model does between uses), or it never had any"
+            )
+    return g

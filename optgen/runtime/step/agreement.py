@@ -1,0 +1,59 @@
+"""The agreement of ranks on who has gradients, before they wait for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import plans, sharding
+from optgen.runtime.options.entries import Entry
+from optgen.runtime.records import Variant
+from optgen.runtime.records.join import Pair
+from optgen.runtime.step.choice import GroupChoices
+from optgen.runtime.work import counting
+
+
+def gradients_elsewhere(cls: Any, sending: Sequence[Any]) -> dict[Tensor, Tensor]:
+    """Return zeros for each of `senders` that has a gradient on other ranks only, which wait for this one."""
+    if not sending:
+        return {}
+    if counting.capturing():
+        raise RuntimeError(
+            f"{cls.__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
+            f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
+        )
+    found = sharding.agreed(sending)
+    return {p: torch.zeros_like(p) for p, has in zip(sending, found, strict=True) if has and p.grad is None}
+
+
+def senders(cls: Any, listed: Sequence[Entry]) -> list[Any]:
+    """Return the trainable parameters in whose step, this or another one, ranks send one another something.
+
+    Which step this is follows from how many were made, so that ranks have to count alike.
+    """
+    sharded = sharding.kind()
+    if sharded is None:
+        return []
+    found: list[Any] = []
+    number, choices = -1, None
+    for entry in listed:
+        if not isinstance(entry.p, sharded) or not entry.p.requires_grad:
+            continue
+        if choices is None or entry.number != number:
+            number, choices = entry.number, GroupChoices(cls, entry.group, False)
+        choice, variant = choices.find(entry)
+        if _sends(cls, choice.plan, variant, entry.p):
+            found.append(entry.p)
+    return found
+
+
+def _sends(cls: Any, plan: Pair, variant: Variant, p: Any) -> bool:
+    """Return True if ranks send one another something in a step of a parameter."""
+    of = sharding.layout_of(p)
+    if not of.dims():
+        return False
+    sends = any(v.stages for v in plans.at_steps(plan, variant, cls.FLAGS))
+    return sends or sharding.mode(variant, of) == "gathered"

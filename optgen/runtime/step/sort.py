@@ -1,0 +1,277 @@
+"""Sort parameters with gradients into buckets: what shares a kernel and all of its scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.checkpoint import checkpoint, weights
+from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.plans import Label
+from optgen.runtime.options import options, overrides
+from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records import Variant, as_float, keys
+from optgen.runtime.records.arena import Arena
+from optgen.runtime.states import state
+from optgen.runtime.step import admit, interrupts, launch, shared
+from optgen.runtime.step.admit import Dtypes
+from optgen.runtime.step.choice import Choice, GroupChoices
+from optgen.runtime.work import counting, whole
+from optgen.runtime.work.bucket import Bucket
+
+_UNCUT: frozenset[str] = frozenset()
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+"""Classes of tensors that have memory of their own, if their storage has any."""
+
+Fresh = list[tuple[Bucket, int]]
+"""Parameters without states: their bucket, and their index in it."""
+
+
+class _Count(NamedTuple):
+    """The steps that a parameter has made and its host states: numbers, or tensors if they are counted on the device.
+
+    ready   its state is complete
+    """
+
+    step: Any
+    host: tuple[Any, ...]
+    on_device: bool
+    ready: bool
+
+    def is_of(self, bucket: Bucket) -> bool:
+        """Return True if the bucket's parameters are counted alike."""
+        if self.on_device:  # by these very tensors
+            return self.step is bucket.step and all(map(is_, self.host, bucket.host))
+        return type(bucket.step) is int and self.step == bucket.step and self.host == bucket.host
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (id(self.step), *map(id, self.host)) if self.on_device else (self.step, self.host)
+
+
+class _Sorter:
+    """The buckets of a step, as parameters are added in order.
+
+    Runs once per parameter, between kernels that may take less time than it.  So it looks first at the bucket of the
+    parameter before, which is nearly always the right one.
+    """
+
+    def __init__(self, owner: Owner, dtypes: Dtypes, scaled: bool) -> None:
+        self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
+        self.buckets: dict[tuple[object, ...], Bucket] = {}
+        self.fresh: Fresh = []
+        self.sharded, self.capturing = sharding.kind(), counting.capturing()
+        self.switched = any(flag.nonzero is not None for flag in self.cls.FLAGS)
+
+    def begin(self, number: int, group: dict[str, Any]) -> None:
+        """Parameters of this group follow."""
+        options.check_again(self.cls, group)
+        self.number, self.group = number, group
+        self.choices, self.streams = GroupChoices(self.cls, group, self.scaled), keys.streams(group)
+        self.last: Bucket | None = None
+
+    def add(self, entry: Entry, g: Tensor) -> None:
+        """Add a parameter to its bucket, a new one if there is none."""
+        p, name = entry.p, entry.name
+        grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
+        choice, variant = self.choices.find(entry)
+        kept: state.State | None = self.states.get(p)
+        shard, cut = None, _UNCUT
+        if self.sharded is not None and isinstance(p, self.sharded):
+            shard = admit.shard(self.cls, choice.plan, variant, entry, kept)
+            if not shard.gathered:
+                cut = shard.layout.roles(variant.matrix)
+        count = self._count(choice, variant, kept, p, name)
+        bucket = self.last
+        if (
+            bucket is None
+            or variant is not bucket.variant
+            or grad_dtype is not bucket.grad_dtype
+            or choice.device != bucket.device
+            or cut != bucket.cut
+            or not count.is_of(bucket)
+        ):
+            bucket = self.last = self._bucket(choice, variant, grad_dtype, cut, count)
+        if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
+            self.fresh.append((bucket, len(bucket.params)))
+        if shard is not None:
+            (p, g), kept = admit.local_pair(self.cls, p, g, name), sharding.locals_of(shard.owner)
+        if (
+            type(g) is not Tensor
+            or type(p) not in _PLAIN
+            or not p.untyped_storage().nbytes()
+            or not g.untyped_storage().nbytes()
+            or g._is_zerotensor()
+            or p._is_zerotensor()
+        ):
+            g = admit.in_memory(self.cls, p, g, name, choice.backend == "reference")
+        bucket.shards.append(shard)
+        bucket.params.append(p)
+        bucket.grads.append(g)
+        bucket.states.append(kept if kept is not None else {})
+        bucket.streams.append(keys.stream_key(self.streams.get(name, name) if self.streams else name))
+        bucket.names.append(name)
+
+    def _bucket(
+        self,
+        choice: Choice,
+        variant: Variant,
+        grad_dtype: torch.dtype,
+        cut: frozenset[str],
+        count: _Count,
+    ) -> Bucket:
+        """Return the bucket of such parameters."""
+        device = choice.device
+        key = (self.number, variant, grad_dtype, device, cut, *count.key)
+        if key not in self.buckets:
+            backend = launch.able(choice.backend, choice.plan, variant)
+            self.buckets[key] = Bucket(
+                self.number, choice.plan, variant, backend, device, grad_dtype, count.step, count.host, cut=cut,
+                counted=backend == "triton" and (count.on_device or bool(choice.counted)),
+            )  # fmt: skip
+        return self.buckets[key]
+
+    def _count(self, choice: Choice, variant: Variant, kept: state.State | None, p: Tensor, name: Label) -> _Count:
+        """Return how many steps a parameter has made."""
+        step = kept.get("step") if kept else None
+        if choice.counted is not False and kept is not None and counting.is_count(step, p.device):
+            host = tuple([kept.get(key) for key in variant.host_names])
+            if all(counting.is_number(x, p.device) for x in host):
+                return _Count(step, host, True, True)
+        if self.capturing:
+            raise counting.not_ready(state.label(p, name))
+        if type(step) is not int or step <= 0:  # new, or put there by somebody else
+            step = _steps(kept, p, name)
+        host = variant.host_start
+        if host:
+            host = tuple([_host_state(key, value, kept, p, name) for key, value in variant.host_states])
+        return _Count(step, host, False, step > 0)
+
+    def _begins(self, variant: Variant, p: Tensor, kept: state.State | None, name: Label) -> bool:
+        """Return True if the state of a parameter that has made steps lacks what a hyper-parameter asks for since it
+        is not 0 any more.
+
+        Raises RuntimeError if that would have had to begin with the first weight.
+        """
+        if kept is None or variant.keys <= kept.keys():
+            return False
+        before = checkpoint.held(self.cls, self.group, p, name, variant, kept)
+        if before is variant:  # something else is missing: the state does not fit
+            return False
+        late = [found for found in variant.states if found not in before.states]
+        if any(variant.init.get(found) == "param" for found in late):
+            raise RuntimeError(
+                f"{self.cls.__name__}: {state.label(p, name)} has made steps without {late[0]}, which "
+                f"begins with the weight before the first one: that is gone, make a new optimizer"
+            )
+        if self.capturing:
+            raise counting.not_ready(state.label(p, name))
+        return bool(late)
+
+
+def _steps(kept: state.State | None, p: Tensor, name: Label) -> int:
+    """Return the steps of a state that is new or was not made here; 0 if fields may still have to be filled in."""
+    count = state.step_count(kept["step"]) if kept and "step" in kept else 0
+    if count is None:
+        got = kept["step"] if kept else None
+        raise RuntimeError(f"{state.label(p, name)}: step must be a whole number >= 0, got {got!r}")
+    if kept and count:
+        kept["step"] = count
+    return count
+
+
+def _host_state(key: str, start: float, kept: state.State | None, p: Tensor, name: Label) -> float:
+    """Return a host state as a number; `start` in a new state."""
+    if not kept:
+        return start
+    value = kept.get(key, None if kept.get("step") else start)
+    if type(value) is not float:
+        value = as_float(value)
+        if value is None:
+            raise RuntimeError(f"{state.label(p, name)}: {key} must be a number, got {kept.get(key, 'nothing')!r}")
+    return value
+
+
+def buckets(
+    owner: Owner,
+    listed: Sequence[Entry],
+    elsewhere: Mapping[Tensor, Tensor],
+    dtypes: Dtypes,
+    scaler: counting.Scaler | None,
+) -> tuple[list[Bucket], Fresh]:
+    """Sort the parameters that have gradients; return the buckets, and the parameters whose states are to be made.
+
+    elsewhere   gradients of parameters that have theirs on other ranks
+    Returns no buckets if a scaler has found an infinity and any step is counted on the host.
+    """
+    sorter = _Sorter(owner, dtypes, scaler is not None)
+    number = -1
+    for entry in listed:
+        if entry.number != number:
+            number = entry.number
+            sorter.begin(number, entry.group)
+        g = entry.p.grad
+        if g is None:
+            g = elsewhere.get(entry.p) if elsewhere else None
+        if g is not None:
+            sorter.add(entry, g)
+    found, fresh = list(sorter.buckets.values()), sorter.fresh
+    if any(flag.every is not None for flag in owner.cls.FLAGS):
+        for bucket in found:
+            assert not isinstance(bucket.step, Tensor)  # such flags are not counted on a device
+            flags = options.at_step(owner.cls, owner.groups[bucket.group], bucket.step + 1)
+            bucket.variant = plans.at_step(bucket.plan, bucket.variant, flags)
+    if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
+        return [], []
+    for bucket in found:
+        bucket.refuse_inference()
+    launch.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
+    for b, i in fresh:  # thawed since it was given
+        if b.variant.needs_matrix and len(b.params[i].shape) < 2:
+            raise admit.no_matrix(owner.cls, b.params[i], b.names[i])
+        if overrides.is_flattened(b.params[i]):
+            admit.refuse_flattened(owner.cls, b.params[i], b.names[i], b.plan, b.variant)
+    return found, fresh
+
+
+def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena | None) -> None:
+    """Gather what buckets need of other ranks, make the missing states, and write the weights that belong to them.
+
+    arena   the buffer for new states on the CPU; None: one for each group
+    """
+    whole.collect(found)
+    arenas = _arenas(fresh) if arena is None else {b.group: arena for b, _ in fresh}
+    rounded: list[tuple[Tensor, Tensor]] = []
+    new = [
+        state.create(
+            b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), owner.groups[b.group], rounded, b.step
+        )
+        for b, i in fresh
+    ]
+    with interrupts.Later():  # states without the weights that belong to them would go on with other bits
+        shared.begin(owner.states, new, fresh, owner.groups)
+        for (b, i), made in zip(fresh, new, strict=True):
+            b.states[i] = made
+            shard = b.shards[i]
+            if shard is None:
+                owner.states[b.params[i]] = made
+            else:
+                added = {key: value for key, value in made.items() if key == "step" or key not in shard.owner}
+                shard.owner.update(shard.parts.wrapped(added))
+                owner.states[shard.p] = shard.owner
+        weights.settle(rounded, [b.kept(i) for b, i in fresh])
+    whole.collect_states(found)
+
+
+def _arenas(fresh: Fresh) -> dict[int, Arena]:
+    """Return buffers for the states that are made now, by group."""
+    sizes: dict[int, list[int]] = {}
+    for b, i in fresh:
+        if b.device.type == "cpu":
+            sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.kept(i), b.states[i]))
+    return {group: Arena(found) for group, found in sizes.items()}
