@@ -70,19 +70,17 @@ def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
 
 def powers(p: float = 1, bits: int = 4) -> Numbers:
     """(k / 2^bits)^p, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507).  0 < p <= 16."""
-    return _checked_powers(p, bits, locs.here())
+    place = locs.here()
+    _check_bits(bits, place)
+    if not is_number(p) or not 0 < p <= 16:
+        raise UserError("E311", loc=place, what=f"the power {p!r}", want="0 < p <= 16")
+    return _powers(p, bits)
 
 
 def linear_nozero(bits: int = 4) -> Numbers:
     """k / 2^bits, k from 1 on: unsigned, without 0."""
-    return _checked_powers(1, bits, locs.here())
-
-
-def _checked_powers(p: float, bits: int, loc: Loc) -> Numbers:
-    _check_bits(bits, loc)
-    if not is_number(p) or not 0 < p <= 16:
-        raise UserError("E311", loc=loc, what=f"the power {p!r}", want="0 < p <= 16")
-    return _powers(p, bits)
+    _check_bits(bits, locs.here())
+    return _powers(1, bits)
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from optgen.formats import narrow
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.companders import BELOW
+from optgen.formats.companders import BELOW, largest_error, steepest
 from optgen.formats.format import HIGH, LOW, Format, FormatFinding, Rounding
 from optgen.formats.scales import Scale
 from optgen.lang.values import Num
@@ -109,13 +109,13 @@ class Curved(Coded):
         """Return what a bound states of the codes: the largest error, and what arithmetic adds."""
         random, unsigned = self.noise_bits > 0, not self.signed
         half, free = self.zero == "half" and unsigned, self.zero == "free" and unsigned
-        value = self.compander.largest_error(self.codes, random, half, free)
-        steepest, short = self.compander.steepest, self.compander.short_decode is not None
+        value = largest_error(self.compander, self.codes, random, half, free)
+        short = self.compander.short_decode is not None
         # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
         # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
         # up to 2^7.
         roundings = (4 + self.below / ROUNDOFF) if short else 2**9
-        return value, (roundings * steepest + roundings) * ROUNDOFF
+        return value, (roundings * steepest(self.compander) + roundings) * ROUNDOFF
 
     @property
     def below(self) -> float:

@@ -110,21 +110,6 @@ class Compander:
             return self.short_decode(code, scale, codes)
         return self._both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
-    # -- what follows from the two curves
-
-    @property
-    def steepest(self) -> float:
-        """The slope of the inverse at 1, where it is steepest if it is convex."""
-        return _steepest(self)
-
-    def largest_error(self, codes: int, random: bool, half: bool = False, free: bool = False) -> float:
-        """Return the largest distance between a number in [0, 1] and what its code reads as.
-
-        To nearest a code's cell reaches half a code to both sides, `random` a whole one.  `half`: code 0 reads as half
-        a code; `free`: code 1 is the first, down to 0.  The first cell begins at 0, the last one ends at 1.
-        """
-        return _largest_error(self, codes, random, half, free)
-
     def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
         if self.odd or not signed:
             return curve(x)
@@ -137,7 +122,12 @@ HALF = 0.5 - 2.0**-10
 
 
 @lru_cache(maxsize=256)
-def _largest_error(compander: Compander, codes: int, random: bool, half: bool, free: bool) -> float:
+def largest_error(compander: Compander, codes: int, random: bool, half: bool = False, free: bool = False) -> float:
+    """Return the largest distance between a number in [0, 1] and what its code reads as.
+
+    To nearest a code's cell reaches half a code to both sides, `random` a whole one.  `half`: code 0 reads as half
+    a code; `free`: code 1 is the first, down to 0.  The first cell begins at 0, the last one ends at 1.
+    """
     reach, worst = (1.0 if random else 0.5), 0.0
     for code in range(1 if free else 0, codes + 1):
         kept = float(compander.inverse((HALF if half and code == 0 else code) / codes))
@@ -148,7 +138,8 @@ def _largest_error(compander: Compander, codes: int, random: bool, half: bool, f
 
 
 @lru_cache(maxsize=256)
-def _steepest(compander: Compander) -> float:
+def steepest(compander: Compander) -> float:
+    """Return the slope of the inverse at 1, where it is steepest if it is convex."""
     unit = 1e-6
     return (1.0 - float(compander.inverse(1.0 - unit))) / unit
 

@@ -86,7 +86,7 @@ class Narrow(Master):
     def bound(self, param: DType) -> Bound:
         return rounding_to(f32, False) if param is f32 else self._bound(param)
 
-    def _moves(self, param: DType) -> list[FormatFinding]:
+    def findings(self, param: DType) -> list[FormatFinding]:
         """Return the note about the smallest steps that a weight of 8 further bits makes."""
         least = f"2^-{param.mantissa + 9}"
         reason = f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24"
@@ -128,6 +128,9 @@ class Copy(Narrow):
     def _bound(self, param: DType) -> Bound:
         return rounding_to(f32, False)
 
+    def findings(self, param: DType) -> list[FormatFinding]:
+        return []
+
 
 @dataclass(frozen=True)
 class Kahan(Narrow):
@@ -163,9 +166,6 @@ class Kahan(Narrow):
             return x
         bound = self.bound(param)
         return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
-
-    def findings(self, param: DType) -> list[FormatFinding]:
-        return self._moves(param)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Split(Narrow):
         return Bound(value, "value", valid, absolute=2.0**step, largest=param.largest)
 
     def findings(self, param: DType) -> list[FormatFinding]:
-        return [] if self.bits == 16 or self.noise_bits(param) else self._moves(param)
+        return [] if self.bits == 16 or self.noise_bits(param) else super().findings(param)
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,3 @@ class Ecc8(Narrow):
         slack = value * 2.0**-param.mantissa + 2 * ROUNDOFF
         least = (value + slack) * param.normal + 2.0**-148
         return Bound(value, "value", "normal values", slack, absolute=least, largest=param.largest)
-
-    def findings(self, param: DType) -> list[FormatFinding]:
-        return self._moves(param)

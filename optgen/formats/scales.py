@@ -119,11 +119,7 @@ class PatternScale(Scale):
         return cast(up >> self.shift, self.dtype), from_bits(divisor)
 
     def decode(self, stored: Num) -> Num:
-        return self._value(cast(stored, dtypes.i32))
-
-    def _value(self, pattern: Num) -> Num:
-        """The f32 of a pattern, sign-extended or not."""
-        scale_bits = pattern << self.shift
+        scale_bits = cast(stored, dtypes.i32) << self.shift
         if self.dtype is dtypes.i16 and self.shift < 16:
             scale_bits = scale_bits & 0x7FFFFFFF  # the load extended the pattern's top bit as a sign
         # The pattern of Inf is free: it stands for the largest f32, rounded up, or else for NaN.
@@ -141,17 +137,9 @@ class RootScale(Scale):
     name: str = "ue7m9"
     dtype: DType = dtypes.i16
 
-    @property
-    def excess(self) -> float:
-        return 2.0**-9
-
-    @property
-    def low(self) -> float:
-        return 2.0**-54
-
-    @property
-    def high(self) -> float:
-        return LARGEST_ROOT
+    excess = 2.0**-9
+    low = 2.0**-54
+    high = LARGEST_ROOT
 
     def encode(self, top: Num) -> tuple[Num, Num]:
         up = where(top < words.INF, maximum(top, (127 - 54) << 23) + 0x3FFF, (0xFFFF << 14) + _ROOT_OFFSET)
@@ -209,21 +197,10 @@ class HalfScale(Scale):
     name: str = "fp16"
     dtype: DType = dtypes.f16
 
-    @property
-    def excess(self) -> float:
-        return 2.0**-11
-
-    @property
-    def literal(self) -> bool:
-        return True
-
-    @property
-    def low(self) -> float:
-        return 2.0**-14
-
-    @property
-    def high(self) -> float:
-        return 65504.0
+    excess = 2.0**-11
+    literal = True
+    low = dtypes.f16.normal
+    high = dtypes.f16.largest
 
     def encode(self, top: Num) -> tuple[Num, Num]:
         scale = maximum(from_bits(top), 1e-12)

@@ -31,11 +31,6 @@ def pattern(x: Num) -> Num:
     return cast(bitcast(x, i16), i32)
 
 
-def widen_bf16(x: Num) -> Num:
-    """f32 of a bf16, exactly."""
-    return cast(x, f32)
-
-
 def round_bf16(x: Num, noise: Noise | None = None) -> Num:
     """The pattern of x rounded to bf16: half to even, or stochastically with 16 bits of noise.
 
@@ -92,9 +87,7 @@ def round_f16(x: Num, noise: Noise | None = None) -> Num:
 
 def widen(x: Num, dtype: DType) -> Num:
     """f32 of a stored f32, bf16 or f16, exactly."""
-    if dtype is f32:
-        return x
-    return widen_bf16(x) if dtype is bf16 else cast(x, f32)
+    return x if dtype is f32 else cast(x, f32)
 
 
 def narrow(x: Num, dtype: DType, noise: Noise | None = None) -> Num:

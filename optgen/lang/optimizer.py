@@ -296,7 +296,7 @@ def _check_references(spec: Spec) -> None:
     for s in spec.states:
         if isinstance(s.init, str):
             _refuse_unknown(s, "init", s.init, *of_scalars, "param")
-            if s.nonneg and not _never_negative(spec.hyper(s.init)):
+            if s.nonneg and spec.hyper(s.init).interval[0] < 0:
                 what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
                 raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
     for s in spec.states:
@@ -308,10 +308,6 @@ def _check_references(spec: Spec) -> None:
         if s.nonneg or missing or root.space != s.space:
             places = [loc for loc in (s.loc, root.loc) if loc]
             raise UserError("E119", loc=places, name=s.name, root=root.name)
-
-
-def _never_negative(h: HyperDecl) -> bool:
-    return any(least is not None and least >= 0 for least in (h.ge, h.gt))
 
 
 def _check_defaults(spec: Spec) -> None:

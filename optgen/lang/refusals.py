@@ -116,19 +116,21 @@ def product(loc: Loc) -> UserError:
 
 def number(loc: Loc, default: str) -> UserError:
     """float() and int(), asked for directly or by a function of the math module."""
-    name, written = called(loc)
-    if _ours(name):
-        return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
-    what = f"{written}()" if written else default
-    return UserError("E102", loc=loc, what=what, hint="a value has no number while the spec is traced")
+    what = called(loc)[1]
+    return _asked(loc, f"{what}()" if what else default, "a value has no number while the spec is traced")
 
 
 def iteration(loc: Loc) -> UserError:
     """iter(), asked for by an unpacking, a loop or a function such as sum()."""
+    return _asked(loc, "unpacking", "only a tuple hyper-parameter has parts")
+
+
+def _asked(loc: Loc, what: str, hint: str) -> UserError:
+    """Return the error for something asked of a value, unless that is by a function of which there is one of ours."""
     name, written = called(loc)
     if _ours(name):
         return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
-    return UserError("E102", loc=loc, what="unpacking", hint="only a tuple hyper-parameter has parts")
+    return UserError("E102", loc=loc, what=what, hint=hint)
 
 
 _WORDS = {ast.If: "if", ast.IfExp: "if", ast.While: "while", ast.Assert: "assert"}

@@ -15,7 +15,7 @@ from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
-from optgen.lang.values import Value
+from optgen.lang.values import Value, cast
 from optgen.lower.naming import Recorder
 from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
@@ -256,10 +256,6 @@ def _with_kept(
     return weight, new, lets
 
 
-def hyper_names(spec: Spec) -> tuple[str, ...]:
-    return tuple(part for h in spec.hypers for part in h.parts)
-
-
 def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
     """Closed intervals of the hyper-parameters and the step."""
     return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
@@ -286,7 +282,7 @@ def lower(
     grad = grad or storage.param
     buffers = _buffers(spec, storage, grad)
     weight, states, decoded = _decode_all(spec, storage)
-    g = Value(ir.sym(GRAD_SCALE)) * Value(_to_f32(ir.load("g", grad, spaces.elem)))
+    g: Value = Value(ir.sym(GRAD_SCALE)) * cast(Value(ir.load("g", grad, spaces.elem)), dtypes.f32)
     leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}
 
     def substitute(node: Node) -> Node:
@@ -325,7 +321,7 @@ def lower(
     kept += [KeptValue(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
     if not storage.plan.read_back:
         kept = []
-    names = hyper_names(spec)
+    names = (part for h in spec.hypers for part in h.parts)
     present_host = spec.present_host(flags)
     return Program(
         name=spec.name,
@@ -371,7 +367,3 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     States that a plan may store relative to one another are stored in one sweep, and both where one of them changes.
     """
     return lower(spec, flags, plain_storage(spec, flags), alone=True)
-
-
-def _to_f32(node: Node) -> Node:
-    return node if node.dtype is dtypes.f32 else ir.op("cast", node, attr=dtypes.f32)

@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from optgen.base.names import unique
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, loads, postorder
 from optgen.ir.program import Buffer, Let, Program, Store
@@ -232,12 +233,8 @@ class Cutter:
             if n.uid in out or not (is_small(n) or n.op == "call") or not n.args:
                 continue
             base = named.get(n.uid) or self._described(n, named, lines if reduces_model(n) else users, out)
-            name, k = base, 1
-            while name in taken:
-                k += 1
-                name = f"{base}_{k}"
+            name = out[n.uid] = unique(base, taken)
             taken.add(name)
-            out[n.uid] = name
         return out
 
     def _described(

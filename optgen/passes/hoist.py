@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from optgen.base.names import unique
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Let, Program
@@ -35,10 +36,7 @@ def hoist(program: Program) -> Program:
         let = found.get(node.uid)
         if let is None:
             base = own[node.uid].name if node.uid in own else name_for(node, f"scalar_{len(order)}")
-            name, k = base, 1
-            while name in taken:
-                k += 1
-                name = f"{base}_{k}"
+            name = unique(base, taken)
             taken.add(name)
             let = own.get(node.uid, Let(name, node))
             let = found[node.uid] = replace(let, name=name, node=node)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from optgen.base.names import unique
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Let, Program
@@ -24,10 +25,7 @@ def merged(programs: Sequence[Program]) -> tuple[list[Program], tuple[Let, ...]]
         for let in program.host:
             found = by_node.get(let.node.uid)
             if found is None:
-                name, k = let.name, 1
-                while name in taken or (k > 1 and name in RESERVED):
-                    k += 1
-                    name = f"{let.name}_{k}"
+                name = unique(let.name, taken | RESERVED) if let.name in taken else let.name
                 taken.add(name)
                 found = by_node[let.node.uid] = replace(let, name=name)
                 host.append(found)

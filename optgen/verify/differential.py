@@ -12,7 +12,7 @@ by element, from nothing but the spec, the plan and the values before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,7 +161,8 @@ class StoredStep:
             given = self.kept and Interval.point(self.kept[base], states[name].model)
             root = _root(given or self.kept_state(base, states))
         shape = layout.value_shape(decl.space.name, self.before.p.shape)
-        return stored(fmt, _full(states[name], shape), root, self.dims)
+        lo, hi = (end.expand(shape) for end in (states[name].lo, states[name].hi))
+        return stored(fmt, states[name].spanning(lo, hi), root, self.dims)
 
     def read_back(
         self, roots: Mapping[str, Node], gradient: Interval, scalars: Mapping[str, float], early: Collection[str]
@@ -264,10 +265,6 @@ class Reading:
 
 
 # -- what storing adds
-
-
-def _full(x: Interval, shape: Sequence[int]) -> Interval:
-    return Interval(x.lo.expand(shape), x.hi.expand(shape), x.model)
 
 
 def _root(x: Interval) -> Interval:
