@@ -256,7 +256,7 @@ _MADE: ContextVar[list[UserError] | None] = ContextVar("_MADE", default=None)
 
 @contextlib.contextmanager
 def insisted() -> Iterator[None]:
-    """Raises the first UserError made inside, also where the code that runs inside caught it.
+    """Raise the first UserError made inside, also where the code that runs inside caught it.
 
     An author's `try` around a refusal would otherwise make another rule than is written.
     """

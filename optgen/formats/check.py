@@ -33,7 +33,7 @@ def is_number(x: object) -> TypeGuard[int | float]:
 
 
 def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
-    """Raises UserError for a width or block size that no kernel has."""
+    """Raise UserError for a width or block size that no kernel has."""
     if not is_whole(bits) or not least <= bits <= 8:
         raise refusal(loc, f"{name} of {bits!r} bits", f"a whole number, {least} to 8 bits")
     if not is_whole(block) or block not in BLOCKS:
@@ -42,7 +42,7 @@ def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -
 
 
 def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
-    """Raises UserError for a word that a format does not know, and for a relative one of roots.
+    """Raise UserError for a word that a format does not know, and for a relative one of roots.
 
     fmt   the format, with its `rounding` and what else it has
     more  field -> the words that it may be
@@ -64,7 +64,7 @@ def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
 
 
 def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
-    """Raises UserError where a format's part is not of its kind: `want` names some that are."""
+    """Raise UserError where a format's part is not of its kind: `want` names some that are."""
     value = getattr(fmt, key)
     if not isinstance(value, kind):
         got = value.__name__ if isinstance(value, type) or callable(value) else repr(value)
@@ -79,12 +79,12 @@ def as_pythons(value: object) -> str:
 
 
 def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
-    """Raises UserError unless low <= value <= high, a finite number."""
+    """Raise UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
         raise refusal(loc, what, want + as_pythons(value))
 
 
 def check_line(what: str, text: object, loc: Loc | None) -> None:
-    """Raises UserError unless `text` is one line of text, as comments and messages need it."""
+    """Raise UserError unless `text` is one line of text, as comments and messages need it."""
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise refusal(loc, what, "one line of text")

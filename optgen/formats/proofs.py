@@ -59,7 +59,7 @@ def nonnegative(expression: Any, variable: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def prove(compander: Any) -> None:
-    """Shows that a compander is increasing from 0 to 1 and that its inverse undoes it.
+    """Show that a compander is increasing from 0 to 1 and that its inverse undoes it.
 
     A counterexample is looked for with floats first, so that a wrong one is told where it is wrong; then SymPy
     must prove it.  Raises UserError where either fails.
@@ -85,7 +85,7 @@ def prove(compander: Any) -> None:
 
 
 def _refute(compander: Any) -> None:
-    """Raises UserError with a place where the compander is wrong, if one of 1025 points is."""
+    """Raise UserError with a place where the compander is wrong, if one of 1025 points is."""
 
     def wrong(why: str) -> UserError:
         return UserError("E304", loc=compander.loc, name=compander.name, why=why)

@@ -213,7 +213,7 @@ def unseen(root: Node, seen: set[Node]) -> list[Node]:
 
 
 def _waiting(root: Node, done: Container[Node]) -> Iterator[Node]:
-    """Nodes below a root that are not `done`, operands first; who asks for the next one has put the last one there."""
+    """Yield the nodes below a root that are not `done`, operands first; the caller puts each there before the next."""
     if root in done:
         return
     stack: list[Node | None] = [root]
@@ -236,7 +236,7 @@ def _waiting(root: Node, done: Container[Node]) -> Iterator[Node]:
 
 
 class Rewriter:
-    """Applies `rule(node) -> node` bottom-up with a memo; `rule` sees a node whose operands are done."""
+    """A rewriting by `rule(node) -> node`, bottom-up with a memo; `rule` sees a node whose operands are done."""
 
     def __init__(self, rule: Callable[[Node], Node]) -> None:
         self.rule = rule

@@ -103,7 +103,7 @@ PROGRAM_CHECKS: tuple[Callable[[Program], Iterator[str]], ...] = (_loads, _store
 
 
 def verify(ir: Program | Schedule, *, after: str) -> None:
-    """Raises BrokenIR naming the stage and everything that does not hold."""
+    """Raise BrokenIR naming the stage and everything that does not hold."""
     program = ir.program if isinstance(ir, Schedule) else ir
     faults = list(_looked_at(tuple(program.roots()))[0])
     faults += [f for check in PROGRAM_CHECKS for f in check(program)]

@@ -28,7 +28,7 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
 
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
-    """Raises UserError E129 for newton_schulz of blocks of rows, and of its own result, scaled or not."""
+    """Raise UserError E129 for newton_schulz of blocks of rows, and of its own result, scaled or not."""
     place = trace.places.get(node.uid, spec.loc)
     if spec.blocks:
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
@@ -46,7 +46,7 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
 
 
 def check(spec: Spec) -> None:
-    """Checks of a spec over all its flag settings; raises UserError for the first fault."""
+    """Check a spec over all its flag settings; raise UserError for the first fault."""
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
     for setting, trace in traces:
         _check_repeats(spec, setting, trace)
@@ -67,7 +67,7 @@ def check(spec: Spec) -> None:
 
 
 def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Reads the spec once more: a rule that depends on what an earlier reading left behind is no function."""
+    """Read the spec once more: a rule that depends on what an earlier reading left behind is no function."""
     first, second = trace.new, run(spec, flags).new
     for name, value in first.items():
         if second[name] is not value:
@@ -76,7 +76,7 @@ def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 
 
 def _reads(trace: Trace) -> set[str]:
-    """Names whose value some new value depends on; a state that is only handed on is not read."""
+    """Return the names whose value some new value depends on; a state that is only handed on is not read."""
     roots = [n for name, n in trace.new.items() if n.attr != name]
     return {n.attr for n in postorder(roots) if n.op in ("sym", "load")}
 

@@ -68,7 +68,7 @@ def optimizer(
     evaluate: Callable[..., Any] | None = None,
     matrix: Matrix | Literal["blocks"] = "last",
 ) -> Spec | Callable[[Callable[..., Any]], Spec]:
-    """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
+    """Make a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
     cite  the paper
     like  the optimizer whose names, defaults and checkpoints it shares, e.g. "torch.optim.AdamW"
@@ -266,7 +266,7 @@ def _check_names(spec: Spec) -> None:
 
 def _refuse_unknown(d: StateDecl | HostStateDecl | FlagDecl, option: str, name: str, known: Iterable[str], kind: str,
                     listed: str, *more: str) -> None:  # fmt: skip
-    """Raises UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
+    """Raise UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
     if name not in (*known, *more):
         what = f"{'flag' if isinstance(d, FlagDecl) else 'state'} `{d.name}`"
         note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
@@ -276,7 +276,7 @@ def _refuse_unknown(d: StateDecl | HostStateDecl | FlagDecl, option: str, name: 
 
 
 def _check_references(spec: Spec) -> None:
-    """Names in quotes: when=, nonzero=, init=, normalized_by=."""
+    """Check the names in quotes: when=, nonzero=, init=, normalized_by=."""
     flags = {f.name for f in spec.flags}
     for d in spec.kept:
         for word in flags_in(d.when):

@@ -1,4 +1,4 @@
-"""Runs a traced rule for three steps on small numbers, in fp64, and says where it first breaks.
+"""Three steps of a traced rule on small numbers, in fp64, which say where it first breaks.
 
 What comes from the host, constants too, is 0 or an infinity where it meets other values and is too small or too large
 for a normal number of fp32, as in a kernel: an eps of 1e-50 guards no division there, nor does a subnormal one in fast
@@ -177,7 +177,7 @@ def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
 
 
 def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Raises UserError at the first operation that makes an infinity or NaN, or a nonneg state negative."""
+    """Raise UserError at the first operation that makes an infinity or NaN, or a nonneg state negative."""
     _corrections(spec, trace)
     for run, step, values in _walked(spec, flags, trace, range(1, STEPS + 1)):
         _judge(spec, trace, run, values, step)
@@ -230,7 +230,7 @@ def _walked(
 
 
 def _corrections(spec: Spec, trace: Trace) -> None:
-    """Refuses a division by 1 - base**step of a base that may be 1: at every step that is a division by zero."""
+    """Refuse a division by 1 - base**step of a base that may be 1: at every step that is a division by zero."""
     intervals = Intervals({part: h.interval for h in spec.hypers for part in h.parts} | {"step": (1.0, math.inf)})
     ranges = {part: h.range or "any number" for h in spec.hypers for part in h.parts}
     for node in postorder(trace.new.values()):

@@ -55,7 +55,7 @@ def tree_of(file: str) -> ast.Module | None:
 
 
 def check_encoding(file: str, data: bytes) -> None:
-    """Refuses the bytes of a file that are no text in the encoding which it names, or else in UTF-8.
+    """Refuse the bytes of a file that are no text in the encoding which it names, or else in UTF-8.
 
     Python itself runs such a file where the bytes stand in a comment, but nobody can read its lines again.
     """
@@ -79,7 +79,7 @@ def check_encoding(file: str, data: bytes) -> None:
 
 
 def forget(file: str) -> None:
-    """Drops what is remembered of a file, before it is loaded again."""
+    """Drop what is remembered of a file, before it is loaded again."""
     tree_of.cache_clear()
     linecache.checkcache(file)
 
@@ -179,7 +179,7 @@ class SpecSource:
         return ast.unparse(found) if free <= set(dir(builtins)) else None
 
     def free_names(self) -> list[str]:
-        """Names that the function reads but neither binds nor finds among the builtins."""
+        """Return the names that the function reads but neither binds nor finds among the builtins."""
         stored = {n.id for n in ast.walk(self.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         signatures = [n for n in ast.walk(self.node) if isinstance(n, ast.arguments)]
         arguments = {x.arg for n in signatures for x in (*n.args, *n.kwonlyargs)}

@@ -226,7 +226,7 @@ class Spec:
         return next((found for found in settings if state not in self.unchanged(found)), settings[0])
 
     def check(self) -> None:
-        """Raises UserError for anything wrong with the spec, under every flag setting."""
+        """Raise UserError for anything wrong with the spec, under every flag setting."""
         self.readings.check(self)
 
     def evaluate(
@@ -278,7 +278,7 @@ class Spec:
         return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs the author's function on values by parameter name; what it returned, by name."""
+        """Run the author's function on values by parameter name and return what it returned, by name."""
         first = (p, g, t) if self.takes_step else (p, g)
         kept = {s.name for s in self.kept}
         positional = [values[name] for name in self.order[1:]]

@@ -96,7 +96,7 @@ def _reduction(name: str) -> Callable[[Any], Any]:
 
 
 class TensorReader:
-    """Computes with tensors."""
+    """The reader that computes with tensors."""
 
     column = "tensor"
 

@@ -1,4 +1,4 @@
-"""Runs a spec's function on traced values and names what it computed."""
+"""The tracer: runs a spec's function on traced values and names what it computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "
 
 
 class Tracer:
-    """Watches every operation; a statement is over when the next one makes something.
+    """A watch on every operation; a statement is over when the next one makes something.
 
     A statement's name goes to the node that its name is bound to, if the statement made that node.
     """
@@ -150,7 +150,7 @@ _PLAIN = "write it with operators of p, element-wise states and hyper-parameters
 def check_weights(
     function: Callable[..., Any], source: SpecSource, states: Iterable[str], hypers: Iterable[HyperDecl]
 ) -> None:
-    """Reads the function of the weights to evaluate with on values: UserError for what is no arithmetic of them."""
+    """Read the function of the weights to evaluate with on values; raise UserError unless it is arithmetic of them."""
     options: dict[str, Any] = {}
     for h in hypers:
         names = h.parts if isinstance(h.default, tuple) else (h.name,)

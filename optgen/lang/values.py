@@ -217,7 +217,7 @@ def _float(x: float) -> float:
 
 
 def _check_numbers(nodes: list[Node]) -> None:
-    """Raises UserError where a number that fp32 has not meets values that are computed in it."""
+    """Raise UserError where a number that fp32 has not meets values that are computed in it."""
     if all(n.space == spaces.host for n in nodes):
         return
     for n in nodes:
@@ -230,7 +230,7 @@ def _check_numbers(nodes: list[Node]) -> None:
 
 
 def _check_operands(name: str, nodes: list[Node]) -> None:
-    """Raises UserError where an operation does not take such dtypes or spaces."""
+    """Raise UserError where an operation does not take such dtypes or spaces."""
     kinds = [n.dtype for n in nodes]
     row = PRIMS[name]
     shown = row.spelled
@@ -276,7 +276,7 @@ def _op(name: str, *args: Num, attr: Any = None) -> Value:
 
 
 class TraceReader:
-    """Builds nodes."""
+    """The reader that builds nodes."""
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
         return lambda *args, attr=None: _op(name, *args, attr=attr)
@@ -295,7 +295,7 @@ def _overflowing(f: Callable[..., float]) -> Callable[..., float]:
 
 
 class MathReader:
-    """Computes with Python numbers, as the rows of ops/prims.py say."""
+    """The reader that computes with Python numbers, as the rows of ops/prims.py say."""
 
     column = "number"
 
@@ -314,7 +314,7 @@ TRACED: ContextVar[bool] = ContextVar("TRACED", default=False)
 
 
 class SympyReader:
-    """Builds SymPy expressions; honours `sympy.evaluate(False)`."""
+    """The reader that builds SymPy expressions; honours `sympy.evaluate(False)`."""
 
     column = "symbol"
 

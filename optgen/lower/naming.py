@@ -32,7 +32,7 @@ def _targets(file: str) -> dict[int, tuple[int, str]]:
 
 
 class Recorder:
-    """Collects lets for one value being encoded or decoded; pass `self` as the record of its Values."""
+    """A collection of lets for one value being encoded or decoded; pass `self` as the record of its Values."""
 
     def __init__(self, prefix: str, stage: Section) -> None:
         self.prefix, self.stage = prefix, stage

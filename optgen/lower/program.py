@@ -52,7 +52,7 @@ def read(buffer: Buffer, record: Recorder | None = None) -> Value:
 
 
 def encoding_order(spec: Spec, storage: Storage) -> list[str]:
-    """States that others are stored relative to come first."""
+    """Return the states, those that others are stored relative to first."""
     base = {d.normalized_by for d in spec.states if d.name in storage.states and storage.states[d.name].relative}
     return sorted(storage.states, key=lambda s: (s not in base, list(storage.states).index(s)))
 
@@ -94,7 +94,7 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
 
 
 def _pairs(spec: Spec, storage: Storage, alone: bool) -> tuple[tuple[str, str], ...]:
-    """States that are stored relative to another one; `alone`: those that a plan may store so."""
+    """Return pairs of a state and the one that it is stored relative to; `alone`: those that a plan may store so."""
     found = ((name, normalizer(spec, name)) for name, fmt in storage.states.items() if alone or fmt.relative)
     return tuple((name, base) for name, base in found if base is not None and base in storage.states)
 
@@ -352,7 +352,7 @@ def plain_storage(spec: Spec, flags: Mapping[str, bool]) -> Storage:
 
 
 def _kept_later(spec: Spec, storage: Storage) -> dict[str, Callable[[Node], Node]]:
-    """States that some formats have the rule go on with as they are kept: nonnegative ones with a value per element."""
+    """Return the states that some formats have the rule go on with as kept: nonnegative, with a value per element."""
 
     def of(name: str) -> Callable[[Node], Node]:
         return lambda value: ir.op("kept", value, attr=name)

@@ -90,7 +90,7 @@ def as_bf16(x: Node) -> Node:
 
 
 def by_rows(program: Program) -> Program:
-    """Sums of all elements become sums of row sums where the program works on rows or columns anyway, and sums over
+    """Make sums of all elements sums of row sums where the program works on rows or columns anyway, and sums over
     a matrix everywhere: one read then serves all of them."""
     nodes = list(postorder(program.roots()))
     matrices = any(n.space.name in ("row", "col", "mat") for n in nodes)
@@ -177,7 +177,7 @@ def _costs(buffers: Iterable[Buffer]) -> dict[str, float]:
 
 
 class Cutter:
-    """Cuts one program; every method is one decision."""
+    """The cutting of one program; every method is one decision."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -197,7 +197,7 @@ class Cutter:
         self.first_users = self._first_users()
 
     def _first_users(self) -> dict[int, Let]:
-        """Reductions and calls (by uid) -> the first line of the author that needs them."""
+        """Map reductions and calls (by uid) to the first line of the author that needs them."""
         crossing = {n.uid for n in (*self.reductions, *self.calls)}
         below: dict[int, frozenset[int]] = {}
         out: dict[int, Let] = {}
@@ -213,7 +213,7 @@ class Cutter:
         return self.buffers[s.buffer].space.name in spaces.SMALL
 
     def _names(self, live: list[Node]) -> dict[int, str]:
-        """Names of small values: the author's where a line of theirs is the value."""
+        """Return the names of small values: the author's where a line of theirs is the value."""
         named: dict[int, str] = {}
         for let in self.program.body:
             if is_small(let.node) or let.node.op == "call":
@@ -273,7 +273,7 @@ class Cutter:
     # -- which sweep stores what
 
     def groups(self) -> list[list[str]]:
-        """Owners whose stores need the same sweep: those that are encoded relative to one another."""
+        """Return the owners whose stores need the same sweep: those that are encoded relative to one another."""
         groups: list[list[str]] = []
         reads = {o: {n.uid for s in ss for n in postorder([s.node])} for o, ss in self.stores.items()}
         for owner in self.stores:
@@ -505,7 +505,7 @@ class SmallWork:
         return out
 
     def _arrange(self, at: int) -> None:
-        """Rounds of one level."""
+        """Divide the work of one level into rounds."""
         depth: dict[int, int] = {}
         nodes: dict[int, Node] = {}
         for root in self.roots[at]:

@@ -213,7 +213,7 @@ def read_back(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> tuple[
 
 
 def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str, float]:
-    """Hyper-parameters by part, host states and the step."""
+    """Return the hyper-parameters by part, the host states and the step."""
     out: dict[str, float] = {**before.host, "step": before.step + 1}
     for h in spec.hypers:
         value = hypers.get(h.name, h.default)

@@ -259,7 +259,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
 
 
 def prove_companders(storage: Storage) -> None:
-    """Raises UserError for a compander that is wrong, or that cannot be shown to be right."""
+    """Raise UserError for a compander that is wrong, or that cannot be shown to be right."""
     for fmt in storage.states.values():
         if fmt.compander is not None:
             prove(fmt.compander)
