@@ -2,62 +2,18 @@
 
 from optgen.lang.compose import clipped, lookahead
 from optgen.lang.declare import (
-    FlagDecl,
-    HostStateDecl,
-    HyperDecl,
-    StateDecl,
-    col,
-    flag,
-    hyper,
-    model_state,
-    nonneg,
-    row,
-    scalar,
-    shape_flag,
-    state,
-    tensor_state,
+    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, model_state, nonneg, row, scalar, shape_flag,
+    state, tensor_state,
 )
 from optgen.lang.matrices import newton_schulz
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
-    amax,
-    col_max,
-    col_mean,
-    col_sum,
-    columns,
-    dot,
-    elements,
-    mat_mean,
-    mean,
-    model_dot,
-    model_norm,
-    model_total,
-    norm,
-    rms,
-    row_max,
-    row_mean,
-    row_sum,
-    rows,
-    total,
+    amax, col_max, col_mean, col_sum, columns, dot, elements, mat_mean, mean, model_dot, model_norm, model_total,
+    norm, rms, row_max, row_mean, row_sum, rows, total,
 )
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import (
-    Value,
-    cbrt,
-    clip,
-    equal,
-    exp,
-    floor,
-    log,
-    maximum,
-    minimum,
-    power,
-    rint,
-    rsqrt,
-    sign,
-    sqrt,
-    square,
-    where,
+    Value, cbrt, clip, equal, exp, floor, log, maximum, minimum, power, rint, rsqrt, sign, sqrt, square, where,
 )
 
 __all__ = [

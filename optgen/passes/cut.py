@@ -35,10 +35,12 @@ from optgen.ops.prims import REDUCTIONS
 from optgen.ops.spaces import Space
 
 START = -1  # the level of small work before the first sweep
-_ORDER = {"row": 0, "col": 1, "axis": 2, "mat": 3, "tensor": 4, "model": 5}
-
+# Spaces of small work, in the order in which a level works on them, and what a stage says of their values.
 _OF = {"row": "rows", "col": "columns", "axis": "the columns' dimensions", "mat": "matrices", "tensor": "tensors",
        "model": "the model"}  # fmt: skip
+_ORDER = {space: order for order, space in enumerate(_OF)}
+Round = tuple[int, int, int]
+"""Level, number within the level, space (by `_ORDER`): rounds are done in this order."""
 
 
 @dataclass(frozen=True)
@@ -471,13 +473,12 @@ class SmallWork:
                 for a in n.args:
                     if is_small(a) and a.args and (START < level(a) < at or reduces_model(a)):
                         stack.append((a, self._due(a)))
-        self.depth: dict[int, dict[int, int]] = {}
-        self.rounds: dict[tuple[int, int, str], list[Node]] = {}
-        self.home: dict[int, tuple[int, int, str]] = {}  # node uid -> the first round that makes it
-        self.temps: dict[int, Node] = {}
+        self.rounds: dict[Round, list[Node]] = {}
+        self.home: dict[int, Round] = {}  # node uid -> the first round that makes it
+        self.temps: set[int] = set()  # uids of values that later rounds read
         for at in sorted(self.roots):
             self._arrange(at)
-        self.commits: dict[tuple[int, int, str], list[Store]] = {}
+        self.commits: dict[Round, list[Store]] = {}
         self._commit(sweeps)
 
     def _due(self, node: Node) -> int:
@@ -519,55 +520,45 @@ class SmallWork:
                 if a.uid in nodes:
                     d = max(d, depth[a.uid] + (a.space != n.space and a.op not in REDUCTIONS))
             depth[n.uid] = d + 1 if n.op in REDUCTIONS else d
-        self.depth[at] = depth
         for uid, n in nodes.items():
-            if n.op in REDUCTIONS:
-                (a,) = n.args
-                key = at, depth.get(a.uid, 0), a.space.name
-            else:
-                key = at, depth[uid], n.space.name
+            made = n.args[0] if n.op in REDUCTIONS else n
+            key = at, depth.get(made.uid, 0), _ORDER[made.space.name]
             self.rounds.setdefault(key, []).append(n)
             self.home.setdefault(uid, key)
         for uid, n in nodes.items():
             for a in n.args:
                 # What another round made is read from memory; a reduction always is.
-                mine = self.home[uid] if n.op in REDUCTIONS else (at, depth[uid], n.space.name)
+                mine = self.home[uid] if n.op in REDUCTIONS else (at, depth[uid], _ORDER[n.space.name])
                 if a.uid in nodes and (a.op in REDUCTIONS or self.home[a.uid] != mine):
-                    self.temps[a.uid] = a
-        for root in self.roots[at]:
-            self.temps.setdefault(root.uid, root)
-
-    def _key(self, key: tuple[int, int, str]) -> tuple[int, int, int]:
-        return key[0], key[1], _ORDER[key[2]]
+                    self.temps.add(a.uid)
+        self.temps.update(root.uid for root in self.roots[at])
 
     def _commit(self, sweeps: list[_Sweep]) -> None:
         """Small states are stored when nothing reads their old value any more."""
-        floors: dict[str, tuple[int, int, int]] = {}
-        keys: dict[str, tuple[int, int, str]] = {}
+        floors: dict[str, Round] = {}
+        keys: dict[str, Round] = {}
+        order = {s.buffer: _ORDER[self.cutter.buffers[s.buffer].space.name] for s in self.stores}
         for s in self.stores:
-            space = self.cutter.buffers[s.buffer].space.name
-            made = self.home.get(s.node.uid)
-            floor = self._key(made) if made else (min(x.level for x in sweeps) + 1, 0, _ORDER[space])
+            space = order[s.buffer]
+            floor = self.home.get(s.node.uid) or (min(x.level for x in sweeps) + 1, 0, space)
             for sweep in sweeps:
                 if s.buffer in sweep.loads:
-                    floor = max(floor, (sweep.level + 1, 0, _ORDER[space]))
+                    floor = max(floor, (sweep.level + 1, 0, space))
             for key, nodes in self.rounds.items():
                 if any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args):
-                    same = key[2] == space
-                    floor = max(floor, self._key(key) if same else (key[0], key[1] + 1, _ORDER[space]))
+                    floor = max(floor, key if key[2] == space else (key[0], key[1] + 1, space))
             floors[s.buffer] = floor
         changed = True
         while changed:
             changed = False
             for s in self.stores:
-                space = self.cutter.buffers[s.buffer].space.name
                 for other in self.stores:  # a store that hands on this one's old value
                     handed = other.node.op == "load" and other.node.attr == s.buffer
                     if handed and other is not s and other.buffer in keys:
-                        floors[s.buffer] = max(floors[s.buffer], self._key(keys[other.buffer]))
+                        floors[s.buffer] = max(floors[s.buffer], keys[other.buffer])
                 floor = floors[s.buffer]
-                fitting = [k for k in self.rounds if k[2] == space and self._key(k) >= floor]
-                key = min(fitting, key=self._key) if fitting else (floor[0], floor[1], space)
+                fitting = [k for k in self.rounds if k[2] == order[s.buffer] and k >= floor]
+                key = min(fitting, default=(floor[0], floor[1], order[s.buffer]))
                 if keys.get(s.buffer) != key:
                     keys[s.buffer], changed = key, True
         for s in self.stores:
@@ -587,15 +578,11 @@ class SmallWork:
 
     def pieces(self) -> list[StageProgram]:
         """A program for every round."""
-        out = []
-        for key in sorted({*self.rounds, *self.commits}, key=self._key):
-            piece = self._round(key)
-            if piece is not None:
-                out.append(piece)
-        return out
+        found = map(self._round, sorted({*self.rounds, *self.commits}))
+        return [piece for piece in found if piece is not None]
 
-    def _round(self, key: tuple[int, int, str]) -> StageProgram | None:
-        at, _, space = key
+    def _round(self, key: Round) -> StageProgram | None:
+        at, space = key[0], list(_OF)[key[2]]
         cutter = self.cutter
         here = {n.uid for n in self.rounds.get(key, ()) if n.op not in REDUCTIONS}
         memo: dict[int, Node] = {}
