@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.verify import verify
@@ -30,35 +30,32 @@ PROGRAM_PASSES: tuple[Callable[[Program], Program], ...] = (
     hoist,  #   what lives in host space moves there, fp64
     share,  #   equal nodes become one let
 )
-SCHEDULE_PASSES: tuple[Callable[[Schedule], Schedule], ...] = (
+SCHEDULE_PASSES: tuple[Callable[[Any], Schedule], ...] = (
+    sweeps,  #  a program becomes the schedule of one kernel
     place,  #   a state is stored in the last sweep that needs it
     name,  #    the author's names first
 )
 
 
-@once
-def _programs(program: Program, log: Log | None) -> Program:
-    for stage in PROGRAM_PASSES:
-        new = stage(program)
+def _through(stages: tuple[Callable[[Any], Any], ...], ir: Any, log: Log | None) -> Any:
+    for stage in stages:
+        new = stage(ir)
         verify(new, after=stage.__name__)
         if log:
-            log(stage.__name__, program, new)
-        program = new
-    return program
+            log(stage.__name__, ir, new)
+        ir = new
+    return ir
+
+
+@once
+def _programs(program: Program, log: Log | None) -> Program:
+    new: Program = _through(PROGRAM_PASSES, program, log)
+    return new
 
 
 @once
 def _schedules(program: Program, log: Log | None) -> Schedule:
-    schedule = sweeps(program)
-    verify(schedule, after="sweeps")
-    if log:
-        log("sweeps", program, schedule)
-    for later in SCHEDULE_PASSES:
-        newer = later(schedule)
-        verify(newer, after=later.__name__)
-        if log:
-            log(later.__name__, schedule, newer)
-        schedule = newer
+    schedule: Schedule = _through(SCHEDULE_PASSES, program, log)
     return schedule
 
 
