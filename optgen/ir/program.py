@@ -205,13 +205,6 @@ class Step:
     host_locals: tuple[Let, ...] = ()
     early: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, schedule: Schedule) -> Step:
-        """A step that is one kernel."""
-        program = schedule.program
-        only = Stage(schedule, 0, "the update", tuple(range(len(program.host))))
-        return cls(program, (only,), program.host, program.host_locals)
-
     @property
     def in_stages(self) -> bool:
         """True if its kernels are those of stages; else it is one kernel, which knows elements and blocks only."""
