@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optgen.ops.dtypes import PRECISION, DType
-from optgen.ops.prims import GATHERS, PRIMS
+from optgen.ops.prims import GATHERS, PRIMS, SCOPES
 from optgen.ops.tables import Table
 
 Operand = Any  # Tensor | float
@@ -83,7 +83,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
 def _reduction(name: str) -> Callable[[Any], Any]:
     """Return row_sum, col_mean, tensor_max ...: the named dimensions are kept with length 1."""
     scope, kind = name.split("_")
-    dims = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}.get(scope)
+    dims = SCOPES[scope]
 
     def reduce(x: Any) -> Any:
         apply = {"sum": x.sum, "mean": x.mean, "max": x.amax}[kind]
@@ -105,7 +105,7 @@ class TensorReader:
             return getattr(torch, PRIMS[name].tensor)
         if name in GATHERS:
             return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
-        if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
+        if name.split("_")[0] in SCOPES:
             return _reduction(name)
         if name not in _MEANINGS:
             raise AttributeError(name)

@@ -193,6 +193,11 @@ REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 GATHERS = {"axis_max": "axis", "axis_min": "col"}
 """Of values of another small space, several for each result: op -> the space of the result."""
 
+SCOPES: dict[str, tuple[int, ...] | None] = {
+    "row": (-1,), "col": (-2,), "mat": (-2, -1), "tensor": None, "model": None,
+}  # fmt: skip
+"""The first word of a reduction's name -> the dimensions that it takes of a tensor; None: all."""
+
 
 def symbol(name: str, sympy: Any) -> Callable[..., Any]:
     """Return the function that makes a primitive's expression in SymPy; by default an unknown function of its name."""

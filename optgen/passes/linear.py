@@ -23,6 +23,7 @@ from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program
 from optgen.ir.ranges import Intervals
 from optgen.ops import dtypes, spaces
+from optgen.passes.fold import FEW
 
 
 def _factors(node: Node) -> list[Node]:
@@ -42,9 +43,6 @@ def _product(factors: list[Node]) -> Node:
     for x in factors[1:]:
         out = ir.op("mul", out, x)
     return out
-
-
-FEW = ("model", "tensor", "mat", "row")
 
 
 def _is_few(node: Node) -> bool:

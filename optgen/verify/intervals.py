@@ -23,7 +23,7 @@ from torch import Tensor
 
 from optgen.lang.values import clip, exp2, log2, maximum, raised, reader_of, where
 from optgen.ops.dtypes import F32_UNIT, f32
-from optgen.ops.prims import GATHERS, PRIMS, Prim
+from optgen.ops.prims import GATHERS, PRIMS, SCOPES, Prim
 
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
 F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
@@ -347,7 +347,7 @@ class _Reader:
     def __getattr__(self, name: str) -> Callable[..., Interval]:
         if name in GATHERS:
             return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
-        if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
+        if name.split("_")[0] in SCOPES:
             return _reduction(name)
         row = PRIMS.get(name)
         if row is None or not row.rises:
@@ -434,7 +434,7 @@ class _Reader:
 def _reduction(name: str) -> Callable[[Interval], Interval]:
     """row_sum, col_mean, tensor_max ...: dimensions stay, as on tensors; a vector is one row, the model one tensor."""
     scope, kind = name.split("_")
-    scoped = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}.get(scope)
+    scoped = SCOPES[scope]
 
     def reduce(x: Interval) -> Interval:
         dims = tuple(d for d in scoped or range(-x.lo.ndim, 0) if -d <= x.lo.ndim)
