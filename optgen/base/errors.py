@@ -2,7 +2,7 @@
 
     raise UserError("E101", loc=here(), got="ratio > 1")
 
-prints as
+reads
 
     error[E101]: a Python `if` cannot depend on a value of the spec
      --> specs/trusty.py:7:8 in trusty
@@ -238,7 +238,7 @@ TABLE: dict[str, Row] = {
         "restore it (git checkout), or build with --force to write the folder anew",
     ),
     "E416": Row(
-        "C++ kernels were printed, but not compiled: {why}",
+        "C++ kernels were generated, but not compiled: {why}",
         "they are compiled at their first step, too, or step in eager PyTorch",
         "`optgen doctor` shows which compiler is used; CXX names another",
     ),

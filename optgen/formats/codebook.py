@@ -30,7 +30,7 @@ class Codebook(Coded):
 
     table       rising numbers in [-1, 1], at most 2^bits of them; unsigned where none is below 0; one of
                 optgen.formats.codebooks, or your own
-    name        in printed code and messages; by default the table's own
+    name        in generated code and messages; by default the table's own
     bits        2 to 8; codes of fewer than 8 bits are packed (narrow.py)
     of          "sqrt" keeps the root of a nonnegative value
     relative    keeps x / root, root being that of the rule's second moment as kept
@@ -61,7 +61,7 @@ class Codebook(Coded):
         check_words(self, of=("value", "sqrt"), ties=("down", "up"))
         check_part(self, "scale", Scale, A_SCALE)
         if not isinstance(self.name, str) or not f"x{self.name}".isidentifier() or not self.name.isascii():
-            self._refuse(f"with the name {self.name!r}", "ASCII letters, digits and underscores: printed code has it")
+            self._refuse(f"with the name {self.name!r}", "ASCII letters, digits and underscores: generated code has it")
         name = self.name or getattr(self.table, "name", "") or "codebook"
         object.__setattr__(self, "table", _checked(self.table, self.bits, self.loc))
         object.__setattr__(self, "name", name)

@@ -15,7 +15,7 @@ from optgen.ops.dtypes import in_f32
 
 
 class Numbers(tuple[float, ...]):
-    """A tuple of f32 numbers with a name, which printed code and messages have."""
+    """A tuple of f32 numbers with a name, which generated code and messages have."""
 
     name: str
 

@@ -18,7 +18,7 @@ from optgen.lang.values import Num
 from optgen.ops.tables import CELL, EXACT
 
 NOISE_BITS = 12
-"""What a code of 8 bits or fewer draws where it is rounded stochastically."""
+"""Random bits that a code of 8 bits or fewer draws to be rounded stochastically."""
 
 
 @dataclass(frozen=True)

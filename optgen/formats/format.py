@@ -33,7 +33,7 @@ Severity = Literal["error", "warning", "note"]
 FormatFinding = tuple[str, Severity, str]
 """A finding about a format: code, severity, reason (`verify/lint.py`)."""
 
-# What a scale or float must at least follow: gradients of large models, squared and averaged, and their spikes.
+# The range that a scale or float must at least follow: gradients of large models, squared, and their spikes.
 LOW, HIGH = 2.0**-50, 2.0**63
 
 Rounding = Literal["nearest", "stochastic", "auto"]

@@ -35,12 +35,12 @@ class LogMax(PseudoLog):
 
     With N = 2^b - 1 and a cell of octaves / N octaves, the relative error of the root is at most half a cell to nearest
     and a cell stochastically.  Stochastically the square of the root has the mean that it should, to second order in
-    a cell: an average of squares that is stored at each step would grow otherwise.  What lies more than `octaves` less
-    a cell below the block's maximum may read as the lowest code, which is larger; so does what lies under 2^-126.
+    a cell: an average of squares that is stored at each step would grow otherwise.  A value more than `octaves` less
+    a cell below the block's maximum may read as the lowest code, which is larger; so does a value under 2^-126.
     Never decodes to 0: only a fresh state, number 0, does.  Values above 2^128 less two cells saturate; Inf and NaN
     read as some value within the range of their block.
 
-    What was decoded is encoded to the same codes to nearest.  The largest value is never cut: stochastically it
+    A decoded block is encoded to the same codes to nearest.  The largest value is never cut: stochastically it
     rises by a cell as any other, and the block's range with it.
     """
 

@@ -31,8 +31,8 @@ def rounds_to_nearest(recurrence: Any) -> bool:
     """Return True if rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
 
     A running maximum without decay would climb on the upward halves of stochastic rounding, a running minimum sink on
-    the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  What does not
-    depend on its past has nothing to gain.
+    the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  A state
+    that does not depend on its past has nothing to gain.
     """
     if recurrence.kind in ("max", "min"):
         return recurrence.decay is None or bool(recurrence.decay == 1)

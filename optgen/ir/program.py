@@ -1,7 +1,7 @@
 """The operations of one step (Program) and their order (Schedule).
 
 A Program is a list of lets in the author's order and the stores at the end.  Because nodes are shared,
-a let is no more than a name for a node: a printer that meets a node bound by an earlier let writes its
+a let is no more than a name for a node: a backend that meets a node bound by an earlier let writes its
 name.  All records are frozen; a pass returns a new one.
 """
 

@@ -138,7 +138,7 @@ def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg
     """The interval of a node's results, rounded as they are."""
     if node.space == spaces.host:
         return _of(node, a, scalars, nonneg)
-    # What comes from the host, constants too, is rounded to f32 on its way.
+    # Host scalars, constants too, are rounded to f32 on their way.
     floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
     got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars, nonneg)
     if node.op == "cast" and node.dtype.is_float and node.dtype is not dtypes.f64:

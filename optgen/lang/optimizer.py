@@ -23,17 +23,17 @@ from optgen.lang.values import author_loc
 from optgen.ops import spaces
 
 LEAVES = ("p", "g", "t")
-# What users of the optimizer pass or read under these names: constructor arguments, keys of a group and of a state.
+# Names that users of the optimizer pass or read: constructor arguments, keys of a group and of a state.
 RESERVED = frozenset(
     "p g t step params maximize plan overrides blocks module offload backend seed self state defaults param_groups "
     "streams grad_scale weight weight_low weight_master weight_compensation".split()
 )
-# What kernels call their own variables: tensors of that name get an underscore there.
+# Names of variables of kernels: tensors of that name get an underscore there.
 VARIABLES = frozenset(
     "step_key stream_key place index table work numel at at_block live live_block b values scalars tl triton torch "
     "ALIGNED ALL BLOCKS DENSE FEW GRAD LANES LESS MASKED OPTIONS RAGGED ROUND ROWS STORED TILE TILES WARPS".split()
 )
-# What generated code calls or takes where hyper-parameters, flags and host states are variables.
+# Functions that generated code calls where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(
     "abs both choose cube_root divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "

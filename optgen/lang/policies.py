@@ -1,7 +1,7 @@
 """The parts that several rules share: weight decay and heavy-ball momentum.
 
-What a rule does with `weight_decay` is a choice of one of the first functions here: `l2` changes the
-gradient that every later line sees, the others change the weight.
+A rule applies `weight_decay` by one of the first functions here: `l2` changes the gradient that every later line
+sees, the others change the weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Three steps of a traced rule on small numbers, in fp64, which say where it first breaks.
 
-What comes from the host, constants too, is 0 or an infinity where it meets other values and is too small or too large
-for a normal number of fp32, as in a kernel: an eps of 1e-50 guards no division there, nor does a subnormal one in fast
-maths.
+As in a kernel, a host scalar or constant that is too small or too large for a normal number of fp32 becomes 0 or an
+infinity where it meets other values: an eps of 1e-50 guards no division there, nor does a subnormal one in fast maths.
 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a

@@ -16,7 +16,7 @@ from optgen.lang.values import TRACED, Num, Value, author_loc, reader_of, sqrt
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
 
-# What a reduction may be given, and how many entries of it fall on one result: products of extents.
+# Spaces of values that a reduction takes.
 _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
 _BELOW["axis"] = ("col",)
 _BELOW["model"] = (*_BELOW["tensor"], "tensor")

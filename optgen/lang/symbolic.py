@@ -144,7 +144,7 @@ def _classify(
             return _slowest(spec, [_classify(spec, way, s, others, above, choices - 1) for way in ways])
         if slope.has(s):
             return Recurrence("other")
-        # What drives it may depend on it too (Adadelta's steps); this is its decay when nothing drives it.
+        # The input may depend on the state too (Adadelta's steps); this is its decay without any input.
         slope = sympy.factor_terms(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
         if slope.free_symbols & others:
             return Recurrence("other")

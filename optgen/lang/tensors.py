@@ -34,7 +34,7 @@ def _where(c: Any, a: Operand, b: Operand) -> Any:
     if isinstance(c, bool):
         return a if c else b
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-        # A condition does not know what precision it came from.  Where nobody says, two numbers that f32 holds
+        # A condition does not know the precision that it came from.  By default two numbers that f32 holds
         # exactly are given as f32, which any arithmetic widens without loss; others keep their fp64 value.
         exact = all(torch.tensor(x, dtype=torch.float32).item() == x for x in (a, b))
         dtype = PRECISION.get() or (torch.float32 if exact else torch.float64)

@@ -86,8 +86,8 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
 def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
     """The states that a step under these flags leaves as they are kept, neither decoded nor encoded again.
 
-    The rule gives them back.  What is kept relative to another state stays only where that one does, and that one only
-    where all do that are kept relative to it: they are divided by its root, which is read back above 0 once it is
+    The rule gives them back.  A state that is kept relative to another one stays only where that one does, and that one
+    only where all do that are kept relative to it: they are divided by its root, which is read back above 0 once it is
     encoded, not as it began.
     """
     return _settled(spec.unchanged(flags), _pairs(spec, storage, alone=False))
@@ -316,7 +316,7 @@ def lower(
         for b in buffers
     )
     kept = [KeptValue("p", weight.node, new_weight)]
-    # What needs values of rows and columns to be read is not read back within the step: they change with it.
+    # A state that is read with values of rows and columns is not read back within the step: they change with it.
     elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
     kept += [KeptValue(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
     if not storage.plan.read_back:

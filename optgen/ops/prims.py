@@ -185,7 +185,7 @@ _ROWS = (
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
 ON_HOST = frozenset(p.name for p in _ROWS if p.host)
-"""What host scalars are made with: each has a spelling of its own in Python (backends/host.py), in fp64."""
+"""Primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""

@@ -20,7 +20,7 @@ rewrite (ROUNDS):
                  what NVIDIA's arithmetic makes of any NaN is 0x7FFFFFFF, whose pattern i would carry over into
                  that of a number.  AMD's keeps sign and payload: negative NaNs up to 0xFFFDFFFF stay NaN without
                  help, and those above exist only in memory filled with ones: formats write NaN scales as 0x7FC00000.
-                 A CPU's keeps them too, and there one instruction sees to all of them: C++ prints bits_or_nan.
+                 A CPU's keeps them too, and there one instruction sees to all of them: C++ calls bits_or_nan.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Converter:
             return ir.op("cast", x.args[0], attr=dtypes.i32)
         if node.dtype is dtypes.i32 and x.op == "cast" and x.args[0].dtype is dtypes.i32:
             inner = self.intervals(x.args[0])
-            # What the narrow type holds is what went in: its interval was not cut.
+            # The narrow type holds every value that went in: its interval was not cut.
             if inner == (low, high) and x.dtype is not dtypes.i32:
                 return x.args[0]
         if node.dtype.is_int and node.dtype.bits < 32 and x.dtype is dtypes.i32:

@@ -1,15 +1,15 @@
 """cut: a step whose values need statistics of all elements becomes stages: sweeps, and small work between them.
 
-What a statistic needs is one sweep, what needs the statistic is a later one; rows, columns, matrices and tensors are
-worked on between two sweeps, and what they leave for others (a *temp*) is fp32.  A reduction of elements is split in
-three: the sweep leaves partial sums, their finish is the runtime's, and where a tensor is spread over several
-machines their sums are added up between the two.
+The operands of a statistic are computed in one sweep, its users in a later one; values of rows, columns, matrices and
+tensors are computed between two sweeps, and a value that they leave for others (a *temp*) is fp32.  A reduction of
+elements is split in three: the sweep leaves partial sums, their finish is the runtime's, and where a tensor is spread
+over several machines their sums are added up between the two.
 
 A function of whole matrices (*call*) stands between two sweeps like a reduction, but what it gives is one value per
 element again, in bf16.  Sums over the model end a level: they need that level of every parameter.
 
-What an element's value needs again in a later sweep is computed again from what is kept, or read back: a state may be
-stored by an earlier sweep than its last use, and later sweeps then take its stored value for the new one.  Which of
+A value per element that a later sweep needs again is computed again from the stored values, or read back: a state may
+be stored by an earlier sweep than its last use, and later sweeps then take its stored value for the new one.  Which of
 the two is decided by counting bytes: of all choices the one with the least traffic, and among equals the one that
 stores late.
 
@@ -193,7 +193,7 @@ class Cutter:
         for s in program.stores:
             if not self._is_small_store(s):
                 self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
-        # What is no more than the gradient is not worth reading back in another format.
+        # A new value that is just the gradient is not worth reading back in another format.
         self.kept = {k.owner: k for k in program.kept if not _is_gradient(k.new)}
         self.names = self._names(live)
         self.first_users = self._first_users()
@@ -527,7 +527,7 @@ class SmallWork:
             self.home.setdefault(uid, key)
         for uid, n in nodes.items():
             for a in n.args:
-                # What another round made is read from memory; a reduction always is.
+                # A value of another round is read from memory; a reduction always is.
                 mine = self.home[uid] if n.op in REDUCTIONS else (at, depth[uid], _ORDER[n.space.name])
                 if a.uid in nodes and (a.op in REDUCTIONS or self.home[a.uid] != mine):
                     self.temps.add(a.uid)

@@ -16,7 +16,7 @@ from optgen.ir.node import Node
 from optgen.ir.program import Let, Schedule, Sweep
 from optgen.ops.prims import PRIMS
 
-# What the printed functions name themselves, import or call: a let of that name gets an underscore.
+# Names that generated functions define, import or call: a let of that name gets an underscore.
 RESERVED = {
     *keyword.kwlist,
     *dir(builtins),

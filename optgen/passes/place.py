@@ -1,8 +1,8 @@
 """place: stores stand in the last sweep, in the order of the buffers, and lets in the order in which stores need them.
 
-What the first store needs is computed first, within the three stages, so that a kernel that stores as soon as it can
-holds few values at a time: the weight, which every rule reads and no encoder does, is done before moments are encoded.
-A state is never read back after it was encoded.
+The operands of the first store are computed first, within the three stages, so that a kernel that stores as soon as it
+can holds few values at a time: the weight, which every rule reads and no encoder does, is done before moments are
+encoded. A state is never read back after it was encoded.
 
 rewrite:
     stores in the order in which formats made them  ->  stores in buffer order

@@ -1,8 +1,8 @@
 """The effects of a plan on a rule's states over many steps, decided before anything runs.
 
 A format is judged by what happens when a state is decoded, updated and encoded again at every step, not by the
-error of storing it once.  What each state does to its old self (an average, a sum, a maximum ...) is derived from
-the spec; the rest from the format.
+error of storing it once.  The recurrence of each state (an average, a sum, a maximum ...) is derived from the
+spec; the rest from the format.
 
 L1  a signed average, to nearest: no code may be stuck, that is, keep itself under decay alone
 L2  a nonnegative average (or decaying maximum), to nearest: a cell is at most half of what a step can change,
