@@ -1,9 +1,8 @@
 """`optgen build`: specs x plans -> the generated package, all of it or nothing.
 
-Everything is printed before anything is written.  Files are written to a temporary folder beside the target
-and moved over one by one; a build that fails leaves the old ones.  MANIFEST.json holds the content hash of every
-file, so that one edited by hand is never overwritten (without --force), and one no longer built is removed.
-The same sources give the same bytes: no dates, hosts, absolute paths or hash order.
+All text is generated before anything is written. `swap` replaces the files, and a build that fails leaves the old ones.
+MANIFEST.json holds the hash of every file, so that one edited by hand is never overwritten (without --force), and one
+that is no longer built is removed. The same sources give the same bytes: no dates, hosts, absolute paths or hash order.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from optgen.base import ready
@@ -37,16 +37,18 @@ STUB = "../optgen/optim/__init__.pyi"
 """The types of the ready-made classes, from their generated folder: it belongs to the build of this repository."""
 READY = "../optgen/plans/"
 """The packages of the ready-made plans, likewise."""
-PROCESSES = 2  # more would not help: half of the time is one process' start and the specs it reads
+PROCESSES = 2  # more would not help: half of the time is spent on the start of one process and on reading specs
 MANY_JOBS = 4
 
-Track = Callable[[Iterable["Printed"], int], Iterator["Printed"]]
-Printed = dict[str, str]
+Files = dict[str, str]
+"""Path below the generated folder -> text."""
+Job = Callable[[], Files]
+Track = Callable[[Iterable[Files], int], Iterator[Files]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for; None and () where it said nothing."""
+    """The arguments of a build; None and () where the command line has none."""
 
     names: tuple[str, ...] = ()
     plans: tuple[str, ...] = ()
@@ -63,15 +65,13 @@ class Request:
 
     @property
     def partial(self) -> bool:
-        """Whether only some of what is built was asked for: the rest then stays as it is, but plans of a spec that
-        has changed.
-        """
+        """Return True if specs or plans are named: the others stay as they are, except plans of a spec that changed."""
         return bool(self.names or self.plans)
 
 
 @dataclass
 class Outcome:
-    """What a build did, or (`check`) what it would change."""
+    """The changes that a build made, or with `check` would make."""
 
     out: str
     written: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     diff: str = ""
     folder: Path = Path()
-    packages: list[str] = field(default_factory=list)  # what was printed now: "adamw/int8_split24"
+    packages: list[str] = field(default_factory=list)  # generated now: "adamw/int8_split24"
     classes: list[str] = field(default_factory=list)
 
     @property
@@ -121,10 +121,10 @@ class Manifest:
 
 
 def read_manifest(out: Path, force: bool = False) -> Manifest:
-    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read.
+    """Return the folder's manifest; an empty one where there is none or, under `force`, where it cannot be read.
 
-    Files that it names are removed one day: names that lead out of the folder make it a damaged one, and are left out
-    under `force`.
+    Files that it lists may be removed later: a name that leads out of the folder is an error, and left out under
+    `force`.
     """
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
@@ -146,33 +146,33 @@ def read_manifest(out: Path, force: bool = False) -> Manifest:
 
 
 def digest(data: bytes) -> str:
-    """Content hash of a file, line ends normalised (git may change them)."""
+    """Return the content hash of a file, line ends normalised (git may change them)."""
     return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()[:32]
 
 
-# -- what
+# -- units
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One spec: the plans to print now, and all those that its class will list."""
+    """A spec, the plans to generate now, and all those that its class will list."""
 
     spec: Spec
     plans: tuple[Plan, ...]
     listed: tuple[str, ...]
-    own: Mapping[str, str]  # of those the user's: plan -> its package
+    own: Mapping[str, str]  # the user's plans among them: plan -> its package
     reference: str
 
 
 _LEFT = (
-    "{spec}/{plan} is left as it was printed, of another text of {spec}: no plan of that name is here; --plan "
-    "FILE.py:{plan} prints it"
+    "{spec}/{plan} was generated from another text of {spec} and is left as it is: no plan of that name is here; "
+    "--plan FILE.py:{plan} generates it"
 )
 _LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
 
 
 def build(request: Request, track: Track | None = None) -> Outcome:
-    """Builds, or checks, what was asked for.  Raises UserError before anything is changed."""
+    """Build or check the requested pairs. Raises UserError before anything is changed."""
     project = request.project
     config = read_config(project)
     out = Path.cwd() / request.out if request.out is not None else project / config.out
@@ -191,8 +191,9 @@ def build(request: Request, track: Track | None = None) -> Outcome:
         units = _units(request, config, manifest, out, outcome)
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
-    files = _print(units, maths, backends, project, track)
-    files |= _plans(units)
+    whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
+    files = _generate(_jobs(units, maths, backends, whole, project), track)
+    beside = {name: files.pop(name) for name in list(files) if _is_beside(name)}
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
@@ -208,8 +209,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
             sources[f"{u.spec.name}/{plan.name}"] = _own([u.spec.loc.file, plan.loc.file], out, project)
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
-    if ready.is_checkout() and out.resolve() == ready.generated_dir() and not request.partial:
-        files |= {STUB: emit.emit_stub(u.spec for u in units)} | _ready_plans(project)
+    files |= beside
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
@@ -222,7 +222,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
 
 
 def _units(request: Request, config: Config, manifest: Manifest, out: Path, outcome: Outcome) -> list[Unit]:
-    """What to print, spec by spec, in the order of their names."""
+    """Return the units of a build in the order of their names."""
     project = request.project
     built = {name: (b.reference, b.plans) for name, b in manifest.specs.items()}
     everything = wishes(project, config, built)
@@ -249,7 +249,7 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
         if before:
             _refuse_other(spec, project / manifest.specs[name].reference)
-        kept = {p for p in before if f"{PLANS}/{p}/{INIT}" in manifest.files}  # the user's, when they were built
+        kept = {p for p in before if f"{PLANS}/{p}/{INIT}" in manifest.files}  # the user's plans then
         for other in _left_behind(spec, before, kept, plans, out):
             try:
                 plan = load.find_plan(other, project)
@@ -283,9 +283,9 @@ def _packages(plans: Iterable[str]) -> dict[str, str]:
 def _left_behind(
     spec: Spec, before: tuple[str, ...], own: Collection[str], plans: Collection[str], out: Path
 ) -> list[str]:
-    """The plans of a class that were not asked for, where its text was another when they were printed.
+    """Return the existing plans of a class that were not requested, if the text of the class has changed since.
 
-    A class is one rule: a plan of the rule as it was would train by that under the formula of the new one.
+    A class is one rule: a plan of the old rule would train by that, under the formula of the new one.
     """
     others = [plan for plan in before if plan not in plans]
     packages = _packages(p for p in before if p in own)
@@ -307,7 +307,7 @@ def _nothing(request: Request, config: Config) -> UserError:
 
 
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
-    """The specs named on the command line: under the named plans, else under those that they have, else the usual."""
+    """Return the named specs under the named plans, else under those that they have, else under the default plans."""
     out: list[Wish] = []
     known = load.entries(request.project)
     for name in request.names:
@@ -324,7 +324,7 @@ def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> 
 
 
 def _stands_for(wish: Wish, spec: str, known: Collection[str], project: Path) -> bool:
-    """Whether a wish is for the spec of that name; one that was not asked for may be broken."""
+    """Return True if a wish is for the spec of that name; another one may be broken."""
     if wish.spec in known:
         return wish.spec == spec
     try:
@@ -334,7 +334,7 @@ def _stands_for(wish: Wish, spec: str, known: Collection[str], project: Path) ->
 
 
 def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome) -> bool:
-    """Whether a pair is built; what a pattern asked for and does not fit is left out, the rest is refused."""
+    """Return True if a pair is built. Leaves out a pair of a pattern that does not fit; raises UserError for others."""
     spec.check()
     try:
         verdict = judge.judge(spec, plan, force=force)
@@ -361,7 +361,7 @@ def _own(files: Iterable[str], out: Path, project: Path) -> dict[str, str]:
 
 
 def _reference(spec: Spec) -> str:
-    """What the manifest calls a spec by: its path below its project, else the name of a ready-made one."""
+    """Return the reference to a spec in the manifest: its path below its project, or the name of a ready-made one."""
     file = Path(spec.loc.file).resolve()
     own = load.table_above(file.parent)
     if own is None and file.is_relative_to(ready.specs_dir().resolve()):
@@ -377,66 +377,43 @@ def _distinct(specs: Mapping[str, Built]) -> None:
         seen[b.class_name] = name
 
 
-# -- printing
+# -- generating
 
 
-@dataclass(frozen=True)
-class Job:
-    """One plan of one spec, or (plan "") the class of a spec; all by names, so that any process can do it."""
+def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole: bool, project: Path) -> list[Job]:
+    """Return the functions that generate the text of classes, of pairs, and of the packages of plans.
 
-    spec: str
-    name: str
-    plan: str
-    listed: tuple[str, ...]
-    own: Mapping[str, str]
-    maths: Maths
-    backends: tuple[str, ...]
-    project: Path
-
-
-def _do(job: Job) -> Printed:
-    """Path below the generated folder -> text."""
-    spec = load.find_spec(job.spec, job.project)
-    if not job.plan:
-        files = emit.rule_files(spec, job.listed, job.own, job.maths)
-        return {f"{spec.name}/{file}": text for file, text in files.items()}
-    plan = load.find_plan(job.plan, job.project)
-    files = emit.emit_plan(spec, plan, maths=job.maths)
-    left = {file for backend, file in emit.FILES.items() if backend not in job.backends}
-    files = {name: text for name, text in files.items() if name not in left}
-    return {f"{spec.name}/{plan.name}/{name}": text for name, text in files.items()}
-
-
-def _plans(units: Sequence[Unit]) -> Printed:
-    """The packages of the user's plans."""
-    plans = {plan.name: plan for u in units for plan in u.plans if not is_ready(plan)}
-    return {
-        f"{PLANS}/{name}/{file}": text
-        for name, plan in sorted(plans.items())
-        for file, text in emit.plan_files(plan).items()
-    }
-
-
-def _ready_plans(project: Path) -> Printed:
-    """The packages of the ready-made plans, by their path from the repository's generated folder."""
-    found = {name: plan for name, plan in load.plans(project).items() if is_ready(plan)}
-    return {
-        f"{READY}{name}/{file}": text for name, plan in found.items() for file, text in emit.plan_files(plan).items()
-    }
-
-
-def _print(
-    units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], project: Path, track: Track | None
-) -> Printed:
-    jobs = []
+    whole   all of this repository is built: include the files beside its generated folder
+    """
+    used = {plan.name: plan for u in units for plan in u.plans if not is_ready(plan)}
+    jobs: list[Job] = [partial(_plan_files, f"{PLANS}/", plan) for plan in used.values()]
     for u in units:
-        reference = f"{u.spec.loc.file}:{u.spec.name}"
-        for plan in (None, *u.plans):
-            which = "" if plan is None else f"{plan.loc.file}:{plan.name}"
-            jobs.append(Job(reference, u.spec.name, which, u.listed, u.own, maths, backends, project))
-    with _uncollected(), _workers(len(jobs)) as run:
-        done = run(jobs)
-        out: Printed = {}
+        jobs.append(partial(_class_files, u, maths))
+        jobs += [partial(_pair_files, u.spec, plan, maths, backends) for plan in u.plans]
+    if whole:
+        jobs += [partial(_plan_files, READY, plan) for plan in load.plans(project).values() if is_ready(plan)]
+        jobs.append(lambda: {STUB: emit.emit_stub(u.spec for u in units)})
+    return jobs
+
+
+def _class_files(unit: Unit, maths: Maths) -> Files:
+    files = emit.rule_files(unit.spec, unit.listed, unit.own, maths)
+    return {f"{unit.spec.name}/{file}": text for file, text in files.items()}
+
+
+def _pair_files(spec: Spec, plan: Plan, maths: Maths, backends: tuple[str, ...]) -> Files:
+    left = {file for backend, file in emit.FILES.items() if backend not in backends}
+    files = emit.emit_plan(spec, plan, maths=maths)
+    return {f"{spec.name}/{plan.name}/{file}": text for file, text in files.items() if file not in left}
+
+
+def _plan_files(folder: str, plan: Plan) -> Files:
+    return {f"{folder}{plan.name}/{file}": text for file, text in emit.plan_files(plan).items()}
+
+
+def _generate(jobs: Sequence[Job], track: Track | None) -> Files:
+    with _uncollected(), _results(jobs) as done:
+        out: Files = {}
         for files in track(done, len(jobs)) if track else done:
             out |= files
     return dict(sorted(out.items()))
@@ -444,7 +421,7 @@ def _print(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: nodes are kept in any case, and looking at them all again took a seventh."""
+    """Suspend the collection of cycles, which took a seventh of the time: nodes live until the end anyway."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -455,19 +432,27 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _workers(jobs: int) -> Iterator[Callable[[Sequence[Job]], Iterable[Printed]]]:
-    """A map over jobs: in two processes where a fork is safe and worth it, else in this one."""
+def _results(jobs: Sequence[Job]) -> Iterator[Iterator[Files]]:
+    """Run the jobs in order: in two processes where a fork is safe and worth it, else in this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(PROCESSES, cores)
     alone = threading.active_count() == 1 and sys.platform == "linux"
-    if jobs < MANY_JOBS or processes < 2 or not alone:
-        yield lambda work: map(_do, work)
+    if len(jobs) < MANY_JOBS or processes < 2 or not alone:
+        yield (job() for job in jobs)
         return
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield lambda work: pool.imap(_do, work)
+    # A forked process has the jobs: they need not be sent, and could not be.
+    with multiprocessing.get_context("fork").Pool(processes, _taken.extend, (jobs,)) as pool:
+        yield pool.imap(_do, range(len(jobs)))
 
 
-# What it imports has names that no spec has: its modules and classes stand beside them.
+_taken: list[Job] = []
+
+
+def _do(number: int) -> Files:
+    return _taken[number]()
+
+
+# Its imports are private names: modules and classes of specs stand beside them.
 _INIT_TEXT = '''"""Generated optimizers; each is imported when it is first asked for."""
 # @generated by optgen: `optgen build` writes this folder, MANIFEST.json says what is in it.
 # fmt: off
@@ -528,7 +513,7 @@ def _read(path: Path) -> str | None:
 
 
 def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome: Outcome) -> None:
-    """Fills in what differs between the folder and the files."""
+    """Record the differences between the folder and the files."""
     diff: list[str] = []
     for name in sorted({*files, *stale}):
         old, new = _read(out / name), files.get(name)
@@ -543,7 +528,7 @@ def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome:
 
 
 def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest) -> None:
-    """Refuses where a file that would change is not as an earlier build left it."""
+    """Raise E406 if a file that would change differs from the one that an earlier build wrote."""
     edited = []
     for name in sorted(x for x in {*files, *stale} if x != MANIFEST and not _is_beside(x)):
         old = _read(out / name)
@@ -562,7 +547,7 @@ def _is_beside(name: str) -> bool:
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
-    """Writes what differs, all of it or nothing, the manifest last."""
+    """Write the files that differ, all or none, the manifest last."""
     if outcome.clean:
         return
     try:
@@ -583,7 +568,7 @@ def _not_written(path: str, why: str) -> UserError:
 
 
 def _drop_empty(out: Path, removed: Sequence[str]) -> None:
-    """Removes folders of removed files that hold nothing but compiled Python any more."""
+    """Remove folders of removed files that hold nothing else but compiled Python."""
     folders = {p for name in removed for p in (out / name).parents if p != out and p.is_relative_to(out)}
     for folder in sorted(folders, key=lambda p: -len(p.parts)):
         if folder.is_dir() and not folder.is_symlink() and all(p.name == "__pycache__" for p in folder.iterdir()):
