@@ -89,16 +89,8 @@ def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Ru
             last = now
             progress.put((name, seed, step, loss))
 
-    return train(
-        text,
-        SIZE,
-        lambda model: make_optimizer(name, model),
-        dtype=contestant.dtype,
-        steps=steps,
-        seed=seed,
-        peak=PEAK,
-        report=report,
-    )
+    made = lambda model: make_optimizer(name, model)  # noqa: E731
+    return train(text, SIZE, made, dtype=contestant.dtype, steps=steps, seed=seed, peak=PEAK, report=report)
 
 
 def messages(queue: Any) -> Iterator[tuple[str, int, int, float]]:
@@ -114,13 +106,8 @@ def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -
     """Every contestant with every seed, `jobs` at a time with one thread each."""
     results: dict[str, list[Run]] = {c.name: [] for c in CONTESTANTS}
     context = multiprocessing.get_context("spawn")
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
+    texts = TextColumn("{task.description:<24}"), TextColumn("{task.fields[loss]}")
+    columns = texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn()
     with (
         context.Manager() as manager,
         ProcessPoolExecutor(jobs, mp_context=context) as pool,

@@ -184,15 +184,9 @@ def families() -> Iterator[tuple[str, str, list[Row]]]:
     """(compander, rounding, its widths), signed but for the root; then the logarithms."""
     from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
 
-    curves = (
-        companders.linear,
-        companders.softsign(0.5),
-        companders.softsign(1),
-        companders.softsign(2),
-        companders.root,
-    )
+    softsigns = [companders.softsign(x) for x in (0.5, 1, 2)]
     for rounding in ("nearest", "stochastic"):
-        for curve in curves:
+        for curve in (companders.linear, *softsigns, companders.root):
             signed = curve is not companders.root
             made: list[Any] = [
                 Blocked(b, 64, curve, scales.ue8m8, signed=signed, rounding=rounding)  # type: ignore[arg-type]

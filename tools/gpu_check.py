@@ -245,12 +245,8 @@ class Run:
         passed, failed = len(outcomes["PASSED"]), outcomes["FAILED"]
         words = f"{passed} tests passed, {len(failed)} failed" + "; the budget ended before the rest" * (not complete)
         ok = complete and passed > 0 and process.returncode == 0
-        self.data["correctness"] = {
-            "summary": words,
-            "ok": ok,
-            "outcomes": outcomes,
-            "output": [] if ok else lines[-200:],
-        }
+        output = [] if ok else lines[-200:]
+        self.data["correctness"] = {"summary": words, "ok": ok, "outcomes": outcomes, "output": output}
         self.data["checks"] = ["## Correctness", "", f"{words}.", "", *[f"- **{name}**" for name in failed[:20]], ""]
         self.say(f"correctness: {words}")
         return ok

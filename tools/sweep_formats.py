@@ -199,18 +199,12 @@ def peers() -> dict[str, tuple[str, float, Callable[[Tensor, bool], Tensor]]]:
 
             return codec
 
-        number = version("torchao")
-        found["torchao 8-bit"] = (
-            number,
-            2 * (8 + 32 / 256),
-            kept(lambda shape, signed: OptimState8bit.zeros(shape, signed, 256)),
-        )
-        found["torchao fp8"] = number, 2 * (8 + 32 / 256), kept(lambda shape, signed: OptimStateFp8.zeros(shape, 256))
-        found["torchao 4-bit"] = (
-            number,
-            2 * (4 + 32 / 128),
-            kept(lambda shape, signed: OptimState4bit.zeros(shape, signed, 128)),
-        )
+        for name, bits, block, make in (
+            ("8-bit", 8, 256, lambda shape, signed: OptimState8bit.zeros(shape, signed, 256)),
+            ("fp8", 8, 256, lambda shape, signed: OptimStateFp8.zeros(shape, 256)),
+            ("4-bit", 4, 128, lambda shape, signed: OptimState4bit.zeros(shape, signed, 128)),
+        ):
+            found[f"torchao {name}"] = version("torchao"), 2 * (bits + 32 / block), kept(make)
     except ImportError:
         pass
     return found
@@ -379,10 +373,7 @@ def measure(subject: Subject, data: Path, truths: Path, whole: bool) -> dict[str
         kept.append(once.read())
     steps = [s.step for s in found.states]
     pair = torch.stack([m for m, _ in kept]), torch.stack([v for _, v in kept])
-    exact = (
-        torch.stack([s.first for s in found.states]).double(),
-        torch.stack([s.second for s in found.states]).double(),
-    )
+    exact = tuple(torch.stack([getattr(s, x) for s in found.states]).double() for x in ("first", "second"))
     out["once"] = asdict(errors(found.parts, pair, exact, steps, BETAS2[0], EPS))
     make = maker(subject, found.rows, found.gradients.shape[1])
     for beta2 in BETAS2:
@@ -550,11 +541,7 @@ def sweep(data: Data, chosen: Sequence[Subject], jobs: int, say: Callable[[str],
             for x, future in zip(chosen, futures, strict=True):
                 found.append(future.result())
                 nmse = found[-1]["once"]["nmse"], *(e["nmse"] for e in found[-1]["recurrent"].values())
-                say(
-                    f"{x.name:<20} {x.bits:5.2f} bits   "
-                    + "   ".join(map(short, nmse))
-                    + f"   {found[-1]['seconds']} s"
-                )
+                say("   ".join([f"{x.name:<20} {x.bits:5.2f} bits", *map(short, nmse), f"{found[-1]['seconds']} s"]))
     return found
 
 

@@ -214,23 +214,19 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
     pairs = {(o.cell.spec, o.cell.plan) for o in outcomes}
     head = ["cells right", "worst error / bound, weight", "states", "least share bounded"]
     lines = [
-        "# The whole product",
-        "",
+        "# The whole product", "",
         "Written by `python tools/test_full.py`; see there for what is run.  A cell is a rule under a plan, with one",
         "parameter dtype, one setting of its flags and one size class.  It is right if the strict Triton kernels and",
         "the strict C++ kernels give the bits of the eager reference and every step stays within the bound that is",
         "derived for it from the rule and the formats; error / bound is at most 1 then, and near 1 where the bound is",
-        "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.",
-        "",
-    ]
+        "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.", "",
+    ]  # fmt: skip
     if len(outcomes) < extent.whole:
         lines += [
             f"**This is a sample: {len(outcomes)} of {extent.whole} cells**, the first ones of the order drawn by seed",
             f"{extent.seed}: one of every pair of rule and plan, then a second of each, and so on.  {len(pairs)} of"
-            f" {extent.pairs} pairs",
-            "are in it.",
-            "",
-        ]
+            f" {extent.pairs} pairs are in it.", "",
+        ]  # fmt: skip
     lines += [
         f"**{len(outcomes) - len(bad)} of {len(outcomes)} cells are right**: {len(specs)} rules,"
         f" {len(plans)} plans, {', '.join(product.PARAMS)} parameters; {STEPS} steps on tensors of shapes"
@@ -239,18 +235,10 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
         " there the whole optimizer was run by every backend.",
         f"The C++ kernels of {sum(product.optimized(o.cell) for o in outcomes)} cells were compiled as users' are, the"
         " others without optimization.",
-        f"That was commit {extent.commit}.",
-        "",
-    ]
-    lines += [
-        "## By plan",
-        "",
-        *table(["plan", *head], _worst_by(outcomes, lambda c: c.plan, plans)),
-        "",
-        "## By rule",
-        "",
-        *table(["rule", *head], _worst_by(outcomes, lambda c: c.spec, specs)),
-    ]
+        f"That was commit {extent.commit}.", "",
+        "## By plan", "", *table(["plan", *head], _worst_by(outcomes, lambda c: c.plan, plans)), "",
+        "## By rule", "", *table(["rule", *head], _worst_by(outcomes, lambda c: c.spec, specs)),
+    ]  # fmt: skip
     return "\n".join(lines + _failures([f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad])) + "\n"
 
 

@@ -14,6 +14,7 @@ differences with the 95 % interval of Student's t, beside the noise of the seeds
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -50,17 +51,14 @@ class Rule:
     aside: Mapping[str, Any] = field(default_factory=dict)
 
 
+ADAMW = {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 RULES = (
-    Rule("AdamW", "adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    Rule("AdamW", "adamw", ADAMW),
     Rule("CAME", "came", {"lr": 5e-4, "weight_decay": 0.1}),
     Rule("Adafactor", "adafactor", {"lr": 1e-1, "weight_decay": 0.1}),
-    Rule("LAMB", "lamb", {"lr": 4e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule("StableAdamW", "stable_adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule(
-        "ScheduleFreeAdamW",
-        "schedule_free_adamw",
-        {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 30},
-    ),
+    Rule("LAMB", "lamb", {**ADAMW, "lr": 4e-2}),
+    Rule("StableAdamW", "stable_adamw", ADAMW),
+    Rule("ScheduleFreeAdamW", "schedule_free_adamw", {**ADAMW, "lr": 3e-3, "warmup_steps": 30}),
     Rule("Muon", "muon", {"lr": 3e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
 )
 
@@ -253,21 +251,15 @@ def main() -> int:
         wanted = [(rule.name, plan, s, None) for s in seeds for plan in ("fp32", *plans)]
         found = run_all(console, wanted, asked.steps, text, asked.jobs)
         verdicts = [verdict(found, rule, plan, asked.seeds, plan) for plan in plans]
-        same = (asked.steps, asked.seeds, text.digest) == tuple(
-            kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")
-        )
+        former = [kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")]
+        same = [asked.steps, asked.seeds, text.digest] == former
         old = {v["rule"]: v for v in kept.get("plans", [])} if same else {}
         kept |= {"plan_steps": asked.steps, "plan_seeds": asked.seeds, "plan_text": text.digest}
         kept["plans"] = list((old | {v.rule: asdict(v) for v in verdicts}).values())
     else:
         rules = [r for r in RULES if not asked.only or r.name in asked.only]
-        wanted = [
-            (r.name, plan, s, lr)
-            for r in rules
-            for lr in (asked.lr or [None])
-            for plan in (["fp32"] if asked.lr else PLANS)
-            for s in seeds
-        ]
+        tried = itertools.product(rules, asked.lr or [None], ["fp32"] if asked.lr else PLANS, seeds)
+        wanted = [(r.name, plan, s, lr) for r, lr, plan, s in tried]
         found = run_all(console, wanted, asked.steps, text, asked.jobs)
         if asked.lr:
             return 0

@@ -46,7 +46,7 @@ def _package(folder: Path, file: str = "__init__.py") -> ModuleType:
 
 
 def compile_ahead(jobs: Sequence[native.Job], track: Callable[[Iterable[object], int], Iterable[object]]) -> int:
-    """How many libraries are in the cache folder now; E416 with the compiler's message where one cannot be had."""
+    """Compile the kernels and return their number. Raises E416 with the compiler's message."""
 
     def batches() -> Iterator[object]:
         for k in range(0, len(jobs), AT_ONCE):

@@ -1,4 +1,4 @@
-"""What a user asks of a pair (spec, plan): memory, bounds, traffic, sweeps and why, lint, host scalars."""
+"""`optgen explain` and `optgen show`: memory, bounds, traffic, sweeps, lint and host scalars of a pair; its passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COPY_BANDWIDTH = 4.8e12  # bytes per second: an H200's memory, for the time that
 
 @dataclass(frozen=True)
 class Kept:
-    """One value between steps: its bytes per parameter, and how far off storing it once may be."""
+    """A value between steps: its bytes per parameter, and the error bound of storing it once."""
 
     name: str
     stored: str
@@ -47,7 +47,7 @@ class Kept:
 
 
 def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[Kept]:
-    """A row for the weight and for each state; `decays` adds where averages settle."""
+    """Return a row for the weight and for each state; with `decays`, also the bound of averages after many steps."""
     master, param = storage.master, storage.param
     weight = _bound(lambda: bounds.master_bound(master, param))
     size = sum(f.bytes_per_param for f in master.fields(param).values())
@@ -65,7 +65,7 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
 
 
 def _bound(derive: Any) -> tuple[str, str]:
-    """(error, range) in words; a format from elsewhere has none, nor has an element of which only means are kept."""
+    """Return (error, range) in words; a user's format may have none, and so an element of which only means are kept."""
     try:
         bound = derive()
     except bounds.UnknownBound:
@@ -74,11 +74,7 @@ def _bound(derive: Any) -> tuple[str, str]:
         return "exact", bound.valid
     if math.isinf(bound.value):
         return NONE, bound.valid
-    return f"{bound.value:.3g} {_of(bound.of)}", bound.valid
-
-
-def _of(what: str) -> str:
-    return "|x|" if what == "value" else what
+    return f"{bound.value:.3g} {'|x|' if bound.of == 'value' else bound.of}", bound.valid
 
 
 def _steady(fmt: Format, recurrence: Recurrence | None) -> str:
@@ -127,7 +123,7 @@ def storage_lines(rows: Sequence[Kept]) -> list[str]:
 
 @dataclass(frozen=True)
 class Pass:
-    """One sweep over memory: what it reads, writes and reduces, in bytes per parameter."""
+    """A sweep over memory: the bytes per parameter that it reads and writes, and the values that it reduces."""
 
     reads: dict[str, float]
     writes: dict[str, float]
@@ -141,7 +137,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that `optgen explain` prints, as data."""
+    """The content of `optgen explain`, as data."""
 
     spec: str
     plan: str
@@ -164,12 +160,12 @@ class Explanation:
 
     @property
     def milliseconds(self) -> float:
-        """What moving 1e9 parameters' bytes takes on an H200."""
+        """The time that an H200 takes to move the bytes of 1e9 parameters."""
         return self.traffic * 1e9 / COPY_BANDWIDTH * 1e3
 
 
 def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Case:
-    """The case of a parameter dtype and flags (the rest by default), for tensors large enough to be quantized."""
+    """Return the case of a parameter dtype and flags (others by default), for tensors large enough to quantize."""
     setting = {f.name: flags.get(f.name, f.default) for f in spec.flags}
     return next(
         c for c in targets.cases(spec, plan) if not c.small and c.param.torch == param and dict(c.flags) == setting
@@ -177,7 +173,7 @@ def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Ca
 
 
 def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str, bool] | None = None) -> Explanation:
-    """Everything about a pair, for one parameter dtype and flag setting."""
+    """Explain a pair for one parameter dtype and flag setting."""
     from optgen.lang.plain import plain_formulas
 
     case = case_of(spec, plan, param, flags or {})
@@ -217,12 +213,12 @@ def _sweeps(step: Step) -> Iterator[Pass]:
 
 
 def _takes_all(node: Node) -> bool:
-    """Whether it needs all elements before it."""
+    """Return True if the node depends on all elements."""
     return node.op == "call" or (node.op in REDUCTIONS and node.args[0].space == spaces.elem)
 
 
 def why_last(step: Step) -> str:
-    """Why the number of sweeps is what it is."""
+    """Return the reason for the number of sweeps."""
     program = step.program
     count = len(step.sweeps)
     if len(step.stages) == 1:
@@ -252,7 +248,7 @@ def why_last(step: Step) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """The IR after one pass; `changed` is False where it is the one before, word for word."""
+    """The IR after a pass; `changed` is False if its text is that of before."""
 
     name: str
     text: str
@@ -261,7 +257,7 @@ class Stage:
 
 
 def stages(spec: Spec, case: Case, maths: Maths) -> list[Stage]:
-    """The program as it is lowered, and after every pass."""
+    """Return the program as it is lowered, and after every pass."""
     program = lower(spec, case.flags, case.storage)
     first = show(program)
     out = [Stage("lower", first, True, first)]
